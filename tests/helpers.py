@@ -21,6 +21,8 @@ import pyarrow as pa
 
 import arrowcache as ac
 from arrowcache.arrow.segment import Column, VariableColumn, encode
+from arrowcache.storage.counters import Readout, parse_counters
+from arrowcache.storage.page import read_page
 
 if TYPE_CHECKING:
     import pytest
@@ -226,6 +228,12 @@ def held_rank_files(cache: ac.Cache) -> list[str]:
     with cache.store.locked():
         cache.store.folder.sweep()
     return sorted(os.listdir(cache.path / "ranks"))
+
+
+def read_counters(path: str | os.PathLike[str]) -> Readout | None:
+    """The counters on a page, by its file."""
+    page = read_page(path)
+    return None if page is None else parse_counters(page, time.perf_counter())
 
 
 def worker_pids() -> list[int]:

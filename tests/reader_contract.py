@@ -171,6 +171,29 @@ class Contract:
                 seen += numbers
         assert sorted(seen) == list(range(40))
 
+    @pytest.mark.parametrize("transform", [None, same], ids=["as it is", "transformed"])
+    def test_batches_by_tokens_are_those_of_the_plain_loader_and_go_on_from_a_state(
+        self, face, cache, transform
+    ):
+        face.needs("tokens")
+        options = {"batch_tokens": 320, "length_of": "id", "seed": 3}
+        with (
+            face.make(cache, None, transform=transform, **options) as reader,
+            ac.Loader(cache, **options) as own,
+        ):
+            for _ in range(2):
+                found = [ids_of([batch]) for batch in reader]
+                assert found == [ids_of([batch]) for batch in own]
+                assert sorted(itertools.chain(*found)) == list(range(cache.stats().rows))
+                assert all(len(ids) * max(*ids, 1) <= 320 for ids in found if len(ids) > 1)
+                assert len({*map(len, found)}) > 5
+                publish(cache, 1)
+            if "state" in face.has:
+                steps, epoch = iter(reader), [ids_of([batch]) for batch in own]
+                assert [ids_of([next(steps)]) for _ in range(7)] == epoch[:7]
+                reader.load_state_dict(reader.state_dict())
+                assert [ids_of([batch]) for batch in reader] == epoch[7:]
+
     def test_columns_and_segments_are_chosen(self, face, cache):
         options = {"columns": ["image"], "where": lambda segment: segment.seq % 5 == 0}
         with face.make(cache, 16, shuffle=None, **options) as reader:

@@ -68,7 +68,7 @@ class ItemForm:
         given = dict(schema or {})
         if unknown := [name for name in given if name not in names]:
             raise ValueError(f"schema names {', '.join(map(repr, unknown))}: an item has {', '.join(names)}")
-        values = self._row(item)
+        values = self.row_of_chosen(item)
         self.schema = Schema({name: given.get(name) or infer_type(name, values[name]) for name in names})
 
     def row(self, item: object) -> dict[str, Any]:
@@ -76,9 +76,10 @@ class ItemForm:
 
         Raises: SchemaError: its parts are not those of the first item.
         """
-        return self._row(self.chosen(item))
+        return self.row_of_chosen(self.chosen(item))
 
-    def _row(self, item: object) -> dict[str, Any]:
+    def row_of_chosen(self, item: object) -> dict[str, Any]:
+        """Return what `row` does, of an item that `chosen` or `item` returned."""
         values: dict[str, Any] = {}
         _take(self._root, item, values)
         return values
@@ -94,6 +95,13 @@ class ItemForm:
     def item(self, values: Iterator[Any]) -> Any:
         """Make an item of the values of its leaves, in their order. No __post_init__ of a dataclass runs."""
         return _made(self._root, values)
+
+    def batch(self, columns: Iterator[Any]) -> Any:
+        """Make a batch of the columns of the leaves, as torch makes it of items.
+
+        As `item`; but a plain tuple becomes a list, and texts in any sequence a tuple.
+        """
+        return _made(self._root, columns, of_batch=True)
 
     def chosen(self, item: Any) -> Any:
         """Return an item with what `columns` keeps of it; as it is, if that is all."""
@@ -202,21 +210,29 @@ def _take(part: Part, value: Any, values: dict[str, Any]) -> None:
         _take(each, child, values)
 
 
-def _made(part: Part, values: Iterator[Any]) -> Any:
+def _made(part: Part, values: Iterator[Any], *, of_batch: bool = False) -> Any:
     if isinstance(part, Leaf):
         return next(values)
-    children = [_made(each, values) for each in part.parts]
+    children = [_made(each, values, of_batch=of_batch) for each in part.parts]
+    if of_batch and issubclass(part.type, tuple | list):
+        children = [
+            tuple(new) if _is_text(each) else new for each, new in zip(part.parts, children, strict=True)
+        ]
     if issubclass(part.type, Mapping):
         named = zip(part.keys, children, strict=True)
         return OrderedDict(named) if part.type is OrderedDict else dict(named)
     if hasattr(part.type, "_make"):
         return part.type._make(children)
     if issubclass(part.type, tuple | list):
-        return children if issubclass(part.type, list) else tuple(children)
+        return children if of_batch or issubclass(part.type, list) else tuple(children)
     made = object.__new__(part.type)
     for key, child in zip(part.keys, children, strict=True):
         object.__setattr__(made, key, child)  # also a frozen one
     return made
+
+
+def _is_text(part: Part) -> bool:
+    return isinstance(part, Leaf) and part.type in (str, bytes)
 
 
 def _shown(name: str) -> str:

@@ -110,6 +110,7 @@ def info(cache: CachePath, json: AsJson = False) -> None:
             ("capacity", format_bytes(stats.capacity_bytes)),
             ("segments", f"{stats.segments} ({span})"),
             ("rows", f"{stats.rows} of {format_bytes(row_bytes)}"),
+            *([("dataset", stats.hits)] if stats.items else []),
             ("full segment", f"{settings.full_rows} rows, at most {format_bytes(settings.segment_bytes)}"),
             ("headroom", f"{settings.headroom:.0%}"),
             ("durable", "yes" if settings.durable else "no"),

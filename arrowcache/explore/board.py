@@ -61,6 +61,8 @@ def _fill(seen: Observation) -> dict[str, Any]:
         f"{format_bytes(stats.allocated_bytes)} of {format_bytes(stats.capacity_bytes)}, "
         f"{format_count(stats.segments, 'segment')}, {format_count(stats.rows, 'row')}"
     )
+    if stats.items:
+        text = f"{stats.hits}; {text}"
     if stats.leased_bytes:
         text += f"; {format_bytes(stats.leased_bytes)} leased"
     if stats.quarantined:

@@ -8,7 +8,7 @@ taken meanwhile has the batch ahead still to come.
 from __future__ import annotations
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.iterator import EpochIterator
+from arrowcache.reading.iterator import EpochIterator, Stream
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stream import BatchStream
 
@@ -19,7 +19,7 @@ class AheadIterator(EpochIterator):
     _taken: ReadyBatch | None = None  # the batch ahead
     _placed: Batch | None = None  # on its device; None if that failed, so that its step tries again
 
-    def _next(self, stream: BatchStream) -> Batch:
+    def _next(self, stream: Stream) -> Batch:
         taken, placed = self._taken, self._placed
         self.forget()
         try:
@@ -39,8 +39,9 @@ class AheadIterator(EpochIterator):
         stream.deliver(taken)  # now nothing comes between it and its consumer
         return {} if placed is None else placed
 
-    def _look_ahead(self, stream: BatchStream) -> None:
+    def _look_ahead(self, stream: Stream) -> None:
         """Take the batch behind, if it is made, and put it on the device; an error waits for its step."""
+        assert isinstance(stream, BatchStream)
         if not stream.is_ready() or not stream.ready:  # none, the end, or an error
             return
         taken = stream.take(self._timeout_seconds)

@@ -43,7 +43,8 @@ class Loader(NumpyLoader):
     timestamps as NumPy's datetime64[us], ragged columns as `arrowcache.Values`: JAX has none of these, or
     would compile anew for each length. bfloat16 comes as JAX's. Without `jax_enable_x64` JAX has no numbers
     of 64 bits: float64 become float32, and integers int32, exactly.
-    Raises: as `arrowcache.Loader`; ValueError: a sharding that does not divide a batch. A step raises
+    Raises: as `arrowcache.Loader`; ValueError: a sharding that does not divide a batch; none
+    divides those of batch_tokens. A step raises
         ValueError where an integer does not fit into JAX's.
     """
 
@@ -53,7 +54,7 @@ class Loader(NumpyLoader):
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
-        batch_size: int = 64,
+        batch_size: int | None = None,
         *,
         device: Any = None,
         sharding: Any = None,
@@ -96,7 +97,8 @@ class Loader(NumpyLoader):
                 "the sharding has devices of other processes, and this loader has no rank: initialize "
                 "jax.distributed, or pass rank=jax.process_index() and world_size=jax.process_count()"
             )
-        require_fit(schema, options.names, options.batch_size * (ranks if is_shared else 1))
+        rows = options.batch_size or 1  # batches of batch_tokens may have any number
+        require_fit(schema, options.names, rows * (ranks if is_shared else 1))
         if not options.drop_last and ranks == 1:  # several get whole batches
             require_fit(schema, options.names, 1)
 

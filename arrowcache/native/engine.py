@@ -329,6 +329,26 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
+class Parts:
+    """Parts of values that an ended `Found` has found, to be copied one behind another.
+
+    Args:
+        rows, ids: as of `copy_rows`: the row of each part.
+        source: (n,) int64 places in the files, in bytes, within the found values.
+        offsets: (n + 1,) int64 places among the copied parts, in bytes: the first is 0.
+    """
+
+    def __init__(
+        self,
+        rows: SegmentRows,
+        ids: NDArray[np.int64],
+        source: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+    ) -> None:
+        self.rows, self.ids, self.source, self.offsets = rows, ids, source, offsets
+        self.places = address_of(source), address_of(offsets)
+
+
 def copy_now(rows: SegmentRows, ids: NDArray[np.int64], columns: CopiedColumns) -> tuple[int, int] | None:
     """Copy columns of a few rows from memory, here and now; keeps the GIL.
 
@@ -405,18 +425,24 @@ def find_values(
     return Found(_READ if on_disk else _COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
 
 
-def copy_values(found: Found, out: NDArray[np.uint8]) -> Job:
-    """Begin to copy what an ended job found, whose rows are still mapped, from memory; returns at once."""
-    kept, column = (found, out), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
+def copy_values(found: Found | Parts, out: NDArray[np.uint8], keep: object = None) -> Job:
+    """Begin to copy what an ended job found, whose rows are still mapped, from memory; returns at once.
+
+    Args:
+        keep: owner of the mappings, where `found` has not.
+    """
+    kept, column = (found, out, keep), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
     return Job(_VALUES, _COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
 
 
-def read_values(found: Found, out: NDArray[np.uint8], *, drops: bool = False) -> Read:
+def read_values(
+    found: Found | Parts, out: NDArray[np.uint8], keep: object = None, *, drops: bool = False
+) -> Read:
     """Begin to read found values from their files; returns at once.
 
     Args: as of `copy_values` and `read_rows`.
     """
-    kept, column = (found, out), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
+    kept, column = (found, out, keep), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
     where = _VALUES, _ASK, found.rows, found.ids, column, kept
     return Read(*where, values=found.places, pieces=len(found.ids) + out.nbytes // PIECE_BYTES, drops=drops)
 

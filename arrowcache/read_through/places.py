@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.segment_arrays import are_among
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.temperature import Temperature
 from arrowcache.storage.store import Store
 
 INDEX = "_index"  # the column that holds each row's item
@@ -31,6 +32,7 @@ class Places:
         self._seqs = np.empty(0, np.int64)  # of the segments seen, ascending
         self._firsts = np.empty(0, np.int64)  # the first row of each in the snapshot
         self.snapshot: Snapshot | None = None
+        self.temperature = Temperature()  # of all its snapshots
 
     def refresh(self) -> bool:
         """Take in the segments that came and went. Returns: True if there were any, or no snapshot was open.
@@ -44,6 +46,7 @@ class Places:
         for left in reversed(range(_ATTEMPTS)):
             self.release()
             self.snapshot = Snapshot.take(self._store)
+            self.snapshot.temperature = self.temperature
             try:
                 self._take_in(self.snapshot)
                 break

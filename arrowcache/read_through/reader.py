@@ -4,7 +4,7 @@ It owns the process' places, claims and writer, and the thread that publishes. G
 - an item that is there is gathered; one that is missing is made by who asks. Of several processes that miss
   one, the first claims and publishes it, and the others wait a moment for that before they make it, too;
 - what was made is published when a segment is full, after a minute, as soon as another process waits for it,
-  a second after the last request, and at the end of the process;
+  a second after the last request, and at the end of the process; many small segments are merged (merging.py);
 - a cache that is full, read-only or gone stops no training: items are made, and a warning says why, but for a
   full cache, which is no error;
 - a second after the last request no lease is held.
@@ -27,8 +27,11 @@ from numpy.typing import NDArray
 from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentError, SchemaError, warn
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
 from arrowcache.os_errors import start
+from arrowcache.read_through.begun import Begun
+from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.reading.slots import Slots
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
@@ -86,11 +89,17 @@ class ReadThrough:
         self._make_seconds = 0.0  # mean, of late
         self._full_at: tuple[int, int] | None = None  # capacity, and segments, when there was no room
         self._failed_until = 0.0
+        self._may_merge = False  # a part was published since the last look
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._keeper: threading.Thread | None = None  # while there is a lease, or something unpublished
         self._is_closed = False
         _at_work.add(self)
         _close_at_worker_exit()
+
+    @property
+    def temperature(self) -> Temperature:
+        """Tells whether items are in memory."""
+        return self._places.temperature
 
     def find(self, indices: NDArray[np.int64]) -> Found:
         """Gather the items that are there, of indices (n,).
@@ -113,12 +122,43 @@ class ReadThrough:
                     break
             return _NOTHING
 
-    def _gathered(self, indices: NDArray[np.int64]) -> Found:
-        self._start_keeper()
+    def has(self, indices: NDArray[np.int64]) -> bool:
+        """True if all items (n,) are there. Raises nothing: what cannot be read is not there."""
+        with self._lock:
+            self._latest = time.monotonic()
+            try:
+                return bool((self._rows_of(indices) >= 0).all())
+            except _FAILURES:
+                return False
+
+    def begin(self, indices: NDArray[np.int64], slots: Slots) -> Begun | None:
+        """Begin to gather items (n,) into a slot of `slots`, which has a column for each of fixed width.
+
+        Returns: None: some are missing, or cannot be read. Raises nothing: `find` says why.
+        """
+        with self._lock:
+            self._latest = time.monotonic()
+            try:
+                rows, snapshot = self._rows_of(indices), self._places.snapshot
+                if snapshot is None or (rows < 0).any():
+                    return None
+                slot, temperature = slots.lend(len(rows)), snapshot.temperature
+                gather = snapshot.begin_gather(rows, self._names, slot)
+                published = snapshot.published(rows)
+            except _FAILURES:
+                return None
+            self.hits += len(rows)
+            return Begun(gather, slot, self._names, temperature, len(rows), published)
+
+    def _rows_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         rows = self._places.rows_of(indices)
         if self._places.snapshot is None or (rows < 0).any():
             self._refresh()
             rows = self._places.rows_of(indices)
+        return rows
+
+    def _gathered(self, indices: NDArray[np.int64]) -> Found:
+        rows = self._rows_of(indices)
         positions, snapshot = np.flatnonzero(rows >= 0), self._places.snapshot
         if not len(positions) or snapshot is None:
             return _NOTHING
@@ -126,6 +166,7 @@ class ReadThrough:
         return Found(positions, snapshot.gather(rows[positions], self._names, out))
 
     def _refresh(self) -> None:
+        self._start_keeper()  # which ends the lease
         if self._places.refresh() and (held := self._claims.held):
             claimed = np.fromiter(held, np.int64, len(held))
             self._claims.release(claimed[self._places.rows_of(claimed) >= 0].tolist())
@@ -237,6 +278,7 @@ class ReadThrough:
             return
         try:
             self._writer.flush()
+            self._may_merge = True
             self._refresh()  # ends the claims
         except CacheFullError as error:
             self._full(error)
@@ -290,11 +332,24 @@ class ReadThrough:
         """Publish what was made, end the lease and the thread, until the next request: before a fork."""
         with self._lock:
             self._publish()
+            self._discard()
+            self._places.release()
             self._latest = -_IDLE_SECONDS
             keeper = self._keeper
         if keeper is not None:
             self._wake.put(None)
             keeper.join()
+        self._merge()
+
+    def _merge(self) -> None:
+        """Merge small segments once, if there are many. Raises nothing; waits for no other process."""
+        self._may_merge = False
+        with suppress(*_FAILURES):  # nothing is lost, and the next one tries again
+            self._may_merge = merge(self._store, self._let_go)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._places.release()
 
     def close(self) -> None:
         """Publish what was made, and end. Idempotent; does nothing in a forked child."""
@@ -310,6 +365,7 @@ class ReadThrough:
         if keeper is not None and keeper is not threading.current_thread():
             self._wake.put(None)
             keeper.join()
+        self._merge()
 
     def end(self) -> None:
         """Have the thread `close` it, soon. Waits for no lock."""
@@ -331,6 +387,8 @@ class ReadThrough:
                 if self._wake.get(timeout=seconds) is _END:
                     self.close()
             seconds = self._look()
+            if seconds is not None and self._may_merge:
+                self._merge()
 
     def _look(self) -> float | None:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""

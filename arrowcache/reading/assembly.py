@@ -28,7 +28,7 @@ from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.temperature import Temperature, batches_ahead
+from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData, Values, column_bytes
 from arrowcache.reading.view import Viewer
 from arrowcache.reading.worker_threads import WorkerThreads
@@ -39,8 +39,7 @@ Batch = dict[str, Any]
 _VIEWS = 8  # batches over one mapping
 _AGE_ROWS = 64  # rows drawn at once whose age is looked up
 _DRAWN_ROWS = 4096  # rows of the order drawn at once
-_WARM_BYTES = 8 << 20  # bytes under way: more slots leave the processor's cache
-_MOST_UNDER_WAY, _MOST_FETCHED = 8, 64
+_MOST_FETCHED = 64  # batches
 _MOST_BATCHES = 256  # of a portion
 _ELEMENTS_UNDER_GIL = 500
 _PORTION_BYTES = 512 << 10  # of small batches: a slot and a job cost as much as copying this
@@ -61,27 +60,28 @@ class Assembly:
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter, memory: Memory = MEMORY) -> None:
         schema, self.names, self.meter = store.settings.schema, options.names, meter
-        self._options, self._batch_size = options, options.batch_size
+        self._options, self._batch_size = options, options.most_rows
         self._fixed = tuple(name for name in self.names if name in schema.fixed)
         viewer = Viewer(schema, self.names)
         self._viewer = viewer if options.views and viewer.names else None
         self._views_required = False
         self._row_bytes = sum(schema.fixed[name].row_bytes for name in self._fixed)
-        self._batch_bytes = max(1, self._row_bytes * self._batch_size)  # of the last batch made
+        # of the last batch made
+        self._batch_rows, self._batch_bytes = self._batch_size, max(1, self._row_bytes * self._batch_size)
         self._threads = self._new_threads()
         self.temperature = Temperature()
         self._columns = {n: (schema.fixed[n].shape, schema.fixed[n].numpy_dtype) for n in self._fixed}
         most = 1
         if self._threads is None and self._viewer is not None:
             most = min(_VIEWS, FETCHED_BYTES // self._batch_bytes)
-        elif self._threads is None and len(self._fixed) == len(self.names):
+        elif self._threads is None and len(self._fixed) == len(self.names) and options.budget is None:
             most = min(_MOST_BATCHES, memory.portion_bytes // self._batch_bytes)
         self._most_batches = max(1, most)  # batches of a portion; copied ones lie side by side
         rows = self._batch_size * (self._most_batches if self._viewer is None else 1)
-        self._lend_rows(rows, memory)
+        self._lend_rows(rows if options.budget is None else 0, memory)
 
     def _lend_rows(self, rows: int, memory: Memory) -> None:
-        """Have slots of so many rows."""
+        """Have slots of so many rows; 0: of any number."""
         self._new_slots = partial(Slots, self._columns, rows, self.wanted(), memory.allocate)
         self.slots = self._new_slots()
 
@@ -96,10 +96,7 @@ class Assembly:
         workers, prefetch = self._options.workers, self._options.prefetch
         if prefetch is not None:
             return prefetch + workers
-        if self.temperature.is_cold:
-            usual = batches_ahead(self._batch_size, self._batch_bytes)
-        else:
-            usual = max(2, min(_MOST_UNDER_WAY, _WARM_BYTES // self._batch_bytes))
+        usual = self.temperature.batches_ahead(self._batch_rows, self._batch_bytes)
         if self._viewer is not None:  # views cost no memory ahead
             usual = max(usual, self._most_batches + min(_MOST_FETCHED, FETCHED_BYTES // self._batch_bytes))
         return usual + workers
@@ -115,18 +112,20 @@ class Assembly:
             awaited: True if somebody waits for the first.
         """
         epoch.snapshot.temperature = self.temperature
-        step, steps, size = 0, epoch.order.steps, 1 if awaited else self._most_batches
+        order, step, size = epoch.order, 0, 1 if awaited else self._most_batches
         fetching = Fetching(epoch, self.names)
-        while step < steps:  # small portions first; then many batches' ids at once
+        while step < order.steps:  # small portions first; then many batches' ids at once
             batches = size if size < self._most_batches else max(size, _DRAWN_ROWS // self._batch_size)
-            end = min(step + batches, steps)
-            drawn = epoch.order.batches(step, end)
+            end, first = min(step + batches, order.steps), 0
+            drawn = order.batches(step, end)
             published = mean_published(epoch, drawn)
-            for first in range(0, len(drawn), size * self._batch_size):
-                rows = BatchRows(epoch, drawn[first : first + size * self._batch_size], published)
-                yield self._begin(rows, min(size, end - step), fetching.before(step, rows.ids))
-                step += size
-            step, size = end, min(2 * size, self._most_batches)
+            while step < end:
+                last = min(step + size, end)
+                count = order.rows_of(range(step, last))
+                rows = BatchRows(epoch, drawn[first : first + count], published)
+                yield self._begin(rows, last - step, fetching.before(step, rows.ids))
+                step, first = last, first + count
+            size = min(2 * size, self._most_batches)
 
     def drop(self) -> None:
         """Release leases on epochs that ended: none here."""
@@ -237,7 +236,7 @@ class Assembly:
             more = sum(map(column_bytes, values.values()))
             nbytes, copied_bytes = nbytes + more, copied_bytes + more
             batch = {name: columns[name] if name in columns else values[name] for name in self.names}
-        self._batch_bytes = max(1, nbytes)
+        self._batch_rows, self._batch_bytes = max(1, len(ids)), max(1, nbytes)
         if self._options.with_ids:
             batch |= epoch.snapshot.locate(ids)
         return ReadyBatch(batch, len(ids), nbytes, copied_bytes, published, epoch)
@@ -273,6 +272,9 @@ class Gathered(_Viewed):
     """Columns of rows that are being gathered, those of fixed width into a slot.
 
     The wait for them counts as "gather" or "store".
+
+    Args:
+        gather: the gather, if it has begun.
     """
 
     def __init__(
@@ -283,10 +285,11 @@ class Gathered(_Viewed):
         fetched: Sequence[Gather],
         names: Sequence[str],
         slot: Slot,
+        gather: Gather | None = None,
     ) -> None:
         super().__init__(assembly, rows, batches, fetched)
         self._names, self._slot = names, slot
-        self._gather = rows.epoch.snapshot.begin_gather(rows.ids, names, slot)
+        self._gather = gather or rows.epoch.snapshot.begin_gather(rows.ids, names, slot)
         self.is_in_parts = self._gather.is_in_parts
         self._seconds = 0.0
 

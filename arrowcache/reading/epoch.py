@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,12 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
 from arrowcache.lifetimes import Origin, at_exit, call_all
+from arrowcache.reading.budget import BudgetOrder, bucket_count
+from arrowcache.reading.lengths import Lengths
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderOptions
-from arrowcache.reading.order import EpochOrder, Order, ResumedOrder, Shard, order_of
+from arrowcache.reading.order import EpochOrder, Order, Shard, order_of
+from arrowcache.reading.packing import Within
 from arrowcache.reading.patience import Patience, Wait
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import Agreement
@@ -61,12 +65,16 @@ class Epoch:
         supply: Supply,
         agreement: Agreement | None,
         meter: Meter,
-        batch_size: int,
+        shard: Shard,
+        share: float = 1.0,
     ) -> None:
+        self.shard = shard
         self.planned, self.number = planned, planned.epoch  # as of `Epochs.planned`
         self.delivered = 0  # steps, of those made here
+        self.within: Within | None = planned.within  # the bundle at its position
+        self.steps: int | None = None  # batches of sequences, once their number is known
         self._supply, self._agreement, self._meter = supply, agreement, meter
-        self._batch_size, self._is_in_order = batch_size, False
+        self._steps, self._share, self._is_in_order = range(0), share, False
         self._rows = 0  # rows that count as served
         self._passes: tuple[NDArray[np.int64], int] | None = None  # passes over segments with these numbers
         self._origin = Origin()
@@ -76,13 +84,15 @@ class Epoch:
         self.on_end: Callable[[], object] | None = None  # has others make no more batches of it
         _living.add(self)
 
-    def begin(self, plan: Plan, order: Order, rows: int) -> None:
-        """Set what it reads, and count `rows` as served."""
+    def begin(self, plan: Plan, order: Order, steps: range) -> None:
+        """Set what it reads, and count the rows of some steps, those made here, as served."""
         if self._supply.is_paced:
+            rows = round(order.rows_of(steps) * self._share)
             with self._supply.store.locked():
                 self._supply.store.usage.add_served(rows)
                 self._rows = rows
         self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
+        self._steps = steps
 
     # what the cache counts
 
@@ -110,7 +120,8 @@ class Epoch:
         Never fails: it may be called by the garbage collector, in a thread that has
         cache.lock.
         """
-        served = self.delivered * self._batch_size
+        delivered = self._steps[: self.delivered]
+        served = round(self.order.rows_of(delivered) * self._share) if delivered else 0
         rest, self._rows = self._rows - served, served
         passes, self._passes = None if served else self._passes, None
         if (rest > 0 or passes) and self._origin.is_here:
@@ -120,20 +131,22 @@ class Epoch:
 
     def rest(self) -> Plan:
         """Return the part that was not delivered yet."""
-        return self.plan.at(self.order.position_after(self.delivered))
+        rest = self.order.rest(self.delivered)
+        return rest if self.within is None else rest.at(rest.position, within=self.within)
 
     @property
     def is_delivered(self) -> bool:
         return self.delivered >= self.order.steps
 
-    def deliver(self, count: int = 1, step: int | None = None) -> None:
-        """Count delivered batches. An epoch in order also releases segments that no later batch needs.
+    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:
+        """Count delivered steps. An epoch in order also releases segments that no later batch needs.
 
         Args:
             step: all batches before this step were delivered, or are made elsewhere. None means that batches
                 are made here, all of them, and delivered in order.
+            within: how far the epoch is after them, within a bundle of documents.
         """
-        self.delivered += count
+        self.delivered, self.within = self.delivered + count, within
         if self._is_in_order:
             oldest = self.order.segments_span(self.delivered if step is None else step).start
             if self.snapshot.release_oldest(oldest) and self._agreement is not None:
@@ -193,6 +206,7 @@ class Epochs:
         self._agreement: Agreement | None = None
         self._shard, self._has_joined = Shard(), False
         self.supply = Supply(store, options)
+        self._lengths = None if options.budget is None else Lengths(options.budget)
         #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
         self.planned = self.plan_of(0)
         self._missing = "skip"
@@ -334,7 +348,8 @@ class Epochs:
     ) -> Epoch | None:
         """Return an epoch that owns all that was taken for it; a failure releases all."""
         options, is_rest = self._options, len(planned.seqs) > 0
-        epoch = Epoch(planned, self.supply, self._agreement, self._meter, options.batch_size)
+        share = 1 / self._shard.world_size if options.packing else 1.0
+        epoch = Epoch(planned, self.supply, self._agreement, self._meter, self._shard, share)
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.enter_context(epoch)
             if is_rest:
@@ -353,44 +368,66 @@ class Epochs:
                 snapshot = self._take(epoch, ahead=ahead)
             if snapshot is None:
                 return None
-            plan = planned if is_rest else self.plan_of(planned.epoch, snapshot)
-            order = self._order(plan, snapshot.segments, self._missing)
-            steps = range(order.steps)[made]
-            rows = len(steps) * options.batch_size
-            if self._shard.world_size == 1 and order.steps - 1 in steps:  # the last batch may be short
-                rows -= max(0, order.steps * options.batch_size - (plan.stream_rows - plan.position))
-            epoch.begin(plan, order, rows)
+            lengths = None if self._lengths is None else self._lengths.of(snapshot)
+            plan = planned if is_rest else self.plan_of(planned.epoch, snapshot, lengths)
+            order = self._order(plan, snapshot.segments, self._missing, lengths)
+            epoch.begin(plan, order, range(order.steps)[made])
             self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
             undo.pop_all()
         return epoch
 
-    def plan_of(self, number: int, snapshot: Snapshot | None = None) -> Plan:
-        """Return the plan of an epoch: over a snapshot, or the number alone."""
+    def plan_of(
+        self, number: int, snapshot: Snapshot | None = None, lengths: NDArray[np.int32] | None = None
+    ) -> Plan:
+        """Return the plan of an epoch: over a snapshot, or the number alone.
+
+        Args:
+            lengths: of the snapshot's rows, where batches are made by them.
+        """
         options, seqs, rows, window_rows = self._options, np.empty(0, np.int64), np.empty(0, np.int64), 1
         if snapshot is not None:
             seqs, rows = snapshot.seqs, snapshot.segment_rows
             window_rows = max(1, options.window_nbytes * len(snapshot) // max(1, snapshot.nbytes))
-        return Plan(
+        plan = Plan(
             epoch=number,
             seed=options.seed,
             shuffle=options.shuffle,
             epoch_rows=options.epoch_rows,
             window_rows=window_rows,
-            block_rows=options.batch_size,
+            block_rows=options.most_rows,
             seqs=seqs,
             rows=rows,
         )
+        if lengths is None or options.budget is None:
+            return plan
+        return replace(plan, buckets=bucket_count(plan.stream_rows, lengths, options.budget.tokens))
 
-    def _order(self, plan: Plan, present: Sequence[SegmentInfo], missing: str) -> Order:
+    def _order(
+        self,
+        plan: Plan,
+        present: Sequence[SegmentInfo],
+        missing: str,
+        lengths: NDArray[np.int32] | None = None,
+    ) -> Order:
         """Return the order of a plan over its present segments.
 
+        Args:
+            lengths: of their rows, where batches are made by them. None means any: enough to see what is
+                missing.
         Raises: MissingSegmentsError: some are missing, and that is not accepted; nothing has changed.
         """
         options = self._options
-        order = order_of(
-            plan, present, options.batch_size, self._shard, options.drop_last, keeps_steps=missing == "keep"
-        )
-        if isinstance(order, ResumedOrder) and order.missing:
+        order: Order
+        if options.budget is not None:
+            if lengths is None:
+                lengths = np.ones(sum(segment.rows for segment in present), np.int32)
+            order = BudgetOrder(plan, present, lengths, options.budget.tokens, self._shard, options.drop_last)
+        else:
+            keeps_steps, shard = missing == "keep", self._order_shard
+            order = order_of(
+                plan, present, options.most_rows, shard, options.drop_last, keeps_steps=keeps_steps
+            )
+        if order.missing:
             gone = len(plan.seqs) - len(present)
             fact = (
                 f"{order.missing} rows of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
@@ -402,7 +439,12 @@ class Epochs:
         return order
 
     def _whole_order(self, plan: Plan) -> Order:
-        return EpochOrder(plan, self._options.batch_size, self._shard, self._options.drop_last)
+        return EpochOrder(plan, self._options.most_rows, self._order_shard, self._options.drop_last)
+
+    @property
+    def _order_shard(self) -> Shard:
+        """Return this rank's part of each step of the order: all of it, where it is made into sequences."""
+        return Shard() if self._options.packing else self._shard
 
     def _take(self, epoch: Epoch, *, ahead: bool) -> Snapshot | None:
         """Take the snapshot of a new epoch, counted once for all ranks, or return None: too few rows."""

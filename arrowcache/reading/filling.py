@@ -11,7 +11,7 @@ half of the window is there in time, and no step but the first waits for that ma
 
 from __future__ import annotations
 
-from arrowcache.reading.order import Order
+from arrowcache.reading.order import EvenOrder
 
 _SHARE = 2  # per row of the steps: 1.5 would be too few for the first half of a window
 
@@ -19,7 +19,7 @@ _SHARE = 2  # per row of the steps: 1.5 would be too few for the first half of a
 class Filling:
     """Fills a ring for one epoch."""
 
-    def __init__(self, order: Order, pass_rows: int, ring_rows: int, run_rows: int) -> None:
+    def __init__(self, order: EvenOrder, pass_rows: int, ring_rows: int, run_rows: int) -> None:
         self._order, self._pass_rows = order, pass_rows
         self._ring_rows, self._run_rows = ring_rows, run_rows
         self._end = order.span_in_line(order.steps - 1).stop if order.steps else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import until_exit
 from arrowcache.native import engine
+from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
 from arrowcache.os_errors import explained
 from arrowcache.reading.memory import aligned
@@ -27,6 +28,7 @@ from arrowcache.reading.values import ColumnData, Values, to_column
 from arrowcache.storage.verification import unfit
 
 _STEP_SECONDS = 0.05  # between two looks for Ctrl-C, in a long copy
+_OFFSET_BYTES = 4  # of a row of a variable-length column
 _MOMENT_SECONDS = 0.01  # work in memory has ended by then
 
 Named = Callable[[int], str]
@@ -35,6 +37,18 @@ Named = Callable[[int], str]
 
 GatherPart: TypeAlias = "engine.Job | engine.Read | ValuesGather"
 """Some columns on their way."""
+
+
+class Parts(NamedTuple):
+    """Parts of the values of some rows, one behind another.
+
+    `ids` (n,): the row of each. `places` (n,): where it begins in its file, in bytes. `offsets` (n + 1,): the
+    bytes of the parts before it, and of all.
+    """
+
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]
+    offsets: NDArray[np.int64]
 
 
 class OutsideError(Exception):
@@ -132,6 +146,87 @@ class Gatherer:
             gather.is_in_parts = is_cold or bool(others)
             if others:
                 gather.go_on()
+        except BaseException:
+            abandon(gather)
+            raise
+        return gather
+
+    def lengths(
+        self, ids: NDArray[np.int64], name: str, keep: object, named: Named
+    ) -> NDArray[np.integer[Any]]:
+        """Return the lengths (n,) of a run of rows, all of known segments, as `Snapshot.lengths`.
+
+        The disk reads them in large pieces, whatever the temperature. Blocks, raises: as `Gather.take`.
+        """
+        is_ragged = name in self._buffer_of
+        buffer, width = (self._buffer_of[name], _OFFSET_BYTES) if is_ragged else self._fixed[name]
+        column, gather = engine.CopiedColumns([(buffer, width, 0)]), Gather(named)
+        gather.add(engine.fetch_rows(self._rows, int(ids[0]), int(ids[-1]) + 1, column, keep))
+        if not is_ragged:
+            values = np.empty(len(ids), self._schema.fixed[name].numpy_dtype)
+            column = column.at([address_of(values)])
+            gather.add(engine.copy_rows(self._rows, ids, column, (keep, values)))
+            gather.wait()
+            return values
+        kind = self._schema.variable[name]
+        assert isinstance(kind, Ragged)
+        found = engine.find_values(self._rows, ids, buffer, element_bytes(kind), keep)
+        gather.add(found)
+        gather.wait()
+        require_sound(found, name)
+        return np.diff(found.offsets) // kind.item_bytes
+
+    def find(
+        self,
+        ids: NDArray[np.int64],
+        name: str,
+        keep: object,
+        named: Named,
+        then: Callable[[], None],
+        *,
+        is_cold: bool,
+    ) -> tuple[Gather, engine.Found]:
+        """Begin to find the values of a variable-length column, and copy none.
+
+        Args: as of `begin`.
+        Returns: the gather, and what it has found once it has ended and `require_sound` passes it.
+        Raises: OutsideError: as `begin`.
+        """
+        gather = Gather(named, then)
+        try:
+            width = element_bytes(self._schema.variable[name])
+            found = engine.find_values(self._rows, ids, self._buffer_of[name], width, keep, on_disk=is_cold)
+            gather.add(found)
+        except BaseException:
+            abandon(gather)
+            raise
+        return gather, found
+
+    def begin_parts(
+        self,
+        parts: Parts,
+        out: NDArray[np.uint8],
+        keep: object,
+        named: Named,
+        then: Callable[[], None],
+        *,
+        is_cold: bool,
+        drops: bool,
+    ) -> Gather:
+        """Begin to copy parts of values, which `find` has found, one behind another.
+
+        Args:
+            out: as many bytes as the parts have.
+            keep, named, then, is_cold, drops: as of `begin`.
+        """
+        gather = Gather(named, then)
+        try:
+            places = engine.Parts(self._rows, parts.ids, parts.places, parts.offsets)
+            if is_cold:
+                gather.add(engine.read_values(places, out, keep, drops=drops))
+            else:
+                gather.add(engine.copy_values(places, out, keep))
+            gather.is_in_parts = is_cold
         except BaseException:
             abandon(gather)
             raise
@@ -291,11 +386,7 @@ class ValuesGather:
         if self.found.failure is not None:  # which `Gather` reports
             self._is_over = True
             return
-        if self.found.damaged >= 0:
-            raise CorruptSegmentError(
-                f"the offsets of column {self.name!r} point out of their file, so its bytes were altered "
-                "after it was opened: run cache.verify()"
-            )
+        require_sound(self.found, self.name)
         self._data = aligned(int(self.found.offsets[-1]))
         if self._is_cold:
             self._copy = engine.read_values(self.found, self._data, drops=self._drops)
@@ -323,6 +414,15 @@ class ValuesGather:
             return to_column(kind, Values(self._data, ends))
         items = self._data.view(kind.numpy_dtype).reshape(-1, *kind.inner_shape)
         return Values(items, ends // kind.item_bytes)
+
+
+def require_sound(found: engine.Found, column: str) -> None:
+    """Raises: CorruptSegmentError: offsets were altered since their segment was checked."""
+    if found.damaged >= 0:
+        raise CorruptSegmentError(
+            f"the offsets of column {column!r} point out of their file, so its bytes were altered "
+            "after it was opened: run cache.verify()"
+        )
 
 
 def unreadable(name: str, why: str) -> CorruptSegmentError:

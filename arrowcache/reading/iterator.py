@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from arrowcache.lifetimes import until_exit
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.stream import BatchStream
+from arrowcache.reading.portion import ReadyBatch
+
+
+class Stream(Protocol):
+    """A source of the batches of an epoch, or of all that follow: see `stream.BatchStream`."""
+
+    def require_own(self) -> None: ...
+    def waiting(self) -> AbstractContextManager[None]: ...
+    def take(self, timeout_seconds: float | None) -> ReadyBatch | None: ...
+    def is_ready(self) -> bool: ...
+    def deliver(self, made: ReadyBatch | None) -> None: ...
+    def fail(self) -> None: ...
+    def drop(self) -> None: ...
+    def close(self, because: str | None = None) -> None: ...
 
 
 class Batches(Iterator[Batch], Protocol):
@@ -27,9 +41,7 @@ class EpochIterator(Iterator[Batch]):
         finish: converts each batch; a method of the loader, which so lives as long as this.
     """
 
-    def __init__(
-        self, stream: BatchStream, timeout_seconds: float | None, finish: Callable[[Batch], Batch]
-    ) -> None:
+    def __init__(self, stream: Stream, timeout_seconds: float | None, finish: Callable[[Any], Any]) -> None:
         self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
         self._turn = threading.RLock()
 
@@ -44,7 +56,7 @@ class EpochIterator(Iterator[Batch]):
         with self._turn:
             return self._next(self._stream)
 
-    def _next(self, stream: BatchStream) -> Batch:
+    def _next(self, stream: Stream) -> Batch:
         try:
             with stream.waiting():
                 made = stream.take(self._timeout_seconds)

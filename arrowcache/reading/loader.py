@@ -19,6 +19,7 @@ from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
+from arrowcache.reading.packing import Packing
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
@@ -47,7 +48,8 @@ class Loader(Closable):
 
     Args:
         cache: a Cache, or the path of one.
-        batch_size: rows of a batch; below 2**31, and few enough to fit into memory.
+        batch_size: rows of a batch; below 2**31, and few enough to fit into memory. None means 64, or as many
+            as `batch_tokens` allows.
         shuffle: "rows" (the whole snapshot, uniformly; from the disk row by row); "window" (within a window
             that slides from the oldest segment to the newest; it reads the disk in order, and lets samplers
             replace the segments that it has passed); "blocks" (runs of batch_size contiguous rows, in random
@@ -74,7 +76,8 @@ class Loader(Closable):
         run_id: name of the job whose ranks agree on snapshots. None means TORCHELASTIC_RUN_ID, or
             MASTER_ADDR and MASTER_PORT.
         epoch_rows: rows of an epoch, of all ranks together, independent of the snapshot's size. Fewer are
-            drawn without replacement, more are reshuffled passes.
+            drawn without replacement, more are reshuffled passes. With `batch_tokens` they do not fix the
+            number of steps.
         wait_rows: number of rows that must be published before an epoch begins; one full step always must.
         timeout: seconds that a step waits for its batch, and an epoch for rows. An epoch counts from the last
             row that a sampler of the cache drew, if that is later. It also gives up when published segments
@@ -84,6 +87,15 @@ class Loader(Closable):
         window_bytes: size of the window of shuffle="window". None means a quarter of the memory or of the
             capacity, the lesser.
         paced: keep the cache's pace, and count the rows served. False does neither, such as for validation.
+        batch_tokens: size of a padded batch, in place of batch_size: the rows times the length of the longest
+            is at most this. Nothing is padded here. Rows of similar length come together, other ones in each
+            epoch; shuffle is "rows" or None (oldest first, in parts of about a hundred batches). Ranks share
+            the rows of the last batches, and `drop_last` is about a last step of fewer rows than ranks. The
+            lengths are read when an epoch begins, of new segments alone; this takes 4 bytes of memory and
+            some 0.1 us a row. A longer row is then a ValueError that names it.
+        length_of: name of the column that tells the length of each row, for `batch_tokens`: the number of
+            items of a ragged column, or the value of an integer one of shape (). It need not be among
+            `columns`. An empty row counts as 1.
 
     Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,
@@ -93,17 +105,18 @@ class Loader(Closable):
     """
 
     _may_yield_views = True  # over the cache's files; loaders of a framework may forbid it
+    _packing: Packing | None = None  # sequences that a loader of a framework makes of documents
 
     @spelled_out(LoaderArguments)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
-        batch_size: int = 64,
+        batch_size: int | None = None,
         **arguments: Unpack[LoaderArguments],
     ) -> None:
         self._store, may_view = store_of(cache), self._may_yield_views
         self._options = options = LoaderOptions(
-            self._store.settings, batch_size, may_view=may_view, **arguments
+            self._store.settings, batch_size, may_view=may_view, packing=self._packing, **arguments
         )
         self._meter = Meter(options.workers, options.shuffle)
         self._epochs = Epochs(self._store, options, self._meter)
@@ -144,7 +157,8 @@ class Loader(Closable):
         """Return the state of this loader: the delivered rows of the epoch, without batches on their way.
 
         Returns: plain ints, strings and lists, a few hundred bytes, and some 15 more for each segment whose
-            number of rows differs from the one before it: the same on all ranks, and loadable with
+            number of rows differs from the one before it; with `batch_tokens` also a bit for each row of some
+            hundred batches, as text. It is the same on all ranks, and loadable with
             `torch.load(weights_only=True)`. After a `break` it is the state of the epoch that was left; after
             the end of an epoch, of the next one.
         """
@@ -157,7 +171,9 @@ class Loader(Closable):
         """Let the next `for` finish the epoch of a saved state, then go on with the one after it.
 
         The rest of the epoch has the rows that were not delivered, each once, in the order of the state
-        (its seed and shuffle), whatever this loader's batch_size, workers and ranks.
+        (its seed and shuffle), whatever this loader's batch_size, workers and ranks. With `batch_tokens` they
+        are in the same batches, if the budget is the same and no row is missing; a state of batches by
+        `batch_size` cannot go on by `batch_tokens`, nor the reverse, except between two epochs.
 
         Args:
             state: what `state_dict` returned, of a loader of this cache.
@@ -170,7 +186,12 @@ class Loader(Closable):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
-        plan = Plan.from_state(state, self._store.settings.full_rows)
+        plan = Plan.from_state(
+            state,
+            self._store.settings.full_rows,
+            has_buckets=self._options.budget is not None,
+            packing=self._packing,
+        )
         if missing == "raise":
             self._epochs.require(plan)
         self._end_current("a state was loaded")
@@ -185,7 +206,9 @@ class Loader(Closable):
         if self._closed:
             raise ValueError(_CLOSED)
         options, schema = self._options, self._store.settings.schema
-        size, where = options.batch_size, options.where
+        size, where = options.most_rows, options.where
+        if options.budget is not None:
+            raise ValueError("batch_tokens gathers rows of similar length, which copies them: use batch_size")
         if options.shuffle not in ("blocks", None):
             raise ValueError(
                 f"shuffle={options.shuffle!r} gathers rows from everywhere, which copies them: "
@@ -252,9 +275,11 @@ class Loader(Closable):
             once_unlocked(self.close)  # close waits for threads that may want the cache's lock
 
     def __repr__(self) -> str:
+        options = self._options
+        name = "batch_size" if options.budget is None else "batch_tokens"
         return (
-            f"<{type(self).__name__} of {self._store.folder.path}: batch_size={self._options.batch_size}, "
-            f"shuffle={self._options.shuffle!r}, epoch {self._epochs.next_number}>"
+            f"<{type(self).__name__} of {self._store.folder.path}: {name}={options.most_rows}, "
+            f"shuffle={options.shuffle!r}, epoch {self._epochs.next_number}>"
         )
 
     def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:

@@ -16,7 +16,9 @@ from typing import Any, TypedDict, TypeVar
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
+from arrowcache.reading.budget import Budget
 from arrowcache.reading.membership import Membership, membership, require_name
+from arrowcache.reading.packing import Packing
 from arrowcache.reading.plan import require_shuffle
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
@@ -33,7 +35,10 @@ WORKER_TYPES = ("process", "thread")
 _MOST_BATCH_ROWS = (1 << 31) - 1
 _MOST_WORKERS = 256
 _MOST_PREFETCHED = 1 << 16
-_TERMS = ("batch_size", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes")
+_BATCH_SIZE = 64  # where nothing else is said
+_TERMS = (
+    "batch_size", "batch_tokens", "length_of", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes",
+)  # fmt: skip
 
 Face = TypeVar("Face", bound=Callable[..., Any])
 
@@ -64,6 +69,8 @@ class LoaderArguments(EpochArguments, total=False):
     worker_type: str
     prefetch: int | None
     with_ids: bool
+    batch_tokens: int | None
+    length_of: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,14 @@ class LoaderOptions:
 
     Args:
         may_view: batches may be views of the cache's files.
+        packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
+            the
+            order, and all ranks have the same order.
     Raises: ValueError, TypeError: an argument that does not fit.
     """
 
     settings: InitVar[Settings]
-    batch_size: int = 64
+    batch_size: int | None = None
     shuffle: str | None = "rows"
     seed: int = 0
     columns: Sequence[str] | None = None
@@ -95,8 +105,13 @@ class LoaderOptions:
     timeout: float | None = 60.0
     window_bytes: int | str | None = None
     paced: bool = True
+    batch_tokens: int | None = None
+    length_of: str | None = None
     may_view: bool = True
+    packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
+    budget: Budget | None = field(init=False)  # of a batch, in place of batch_size
+    most_rows: int = field(init=False)  # of a batch: batch_size, or as many as a budget has tokens
     window_nbytes: int = field(init=False)  # of a window
 
     def __post_init__(self, settings: Settings) -> None:
@@ -112,11 +127,19 @@ class LoaderOptions:
             if not isinstance(value := getattr(self, flag), bool):
                 raise TypeError(f"{flag} must be True or False, not {value!r}")
         require_name(self.run_id)
+        budget = self._parsed_budget(settings.schema, names)
+        batch_size = self.batch_size
+        if budget is None:
+            batch_size = _batch_rows(
+                _BATCH_SIZE if batch_size is None else batch_size, settings.schema, names
+            )
         window_bytes = self.window_bytes
         if window_bytes is None:
             window_bytes = min(memory_bytes(), settings.capacity_bytes) // 4
         parsed = {
-            "batch_size": _batch_rows(self.batch_size, settings.schema, names),
+            "batch_size": batch_size,
+            "budget": budget,
+            "most_rows": batch_size if budget is None else budget.tokens,
             "seed": parse_count(self.seed, "seed", least=0, most=None),
             "workers": parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS),
             "wait_rows": parse_count(self.wait_rows, "wait_rows"),
@@ -133,7 +156,7 @@ class LoaderOptions:
     @property
     def views(self) -> bool:
         """True if batches that are one run of rows are views."""
-        return self.may_view and self.shuffle in ("blocks", None)
+        return self.may_view and self.shuffle in ("blocks", None) and self.budget is None
 
     @property
     def membership(self) -> Membership | None:
@@ -143,13 +166,21 @@ class LoaderOptions:
         """
         return membership(self.rank, self.world_size, self.run_id)
 
+    def require_batch_size(self, face: str) -> None:
+        """Raises: ValueError: batches are by tokens, which this face does not make."""
+        if self.budget is not None:
+            raise ValueError(
+                f"{face} has batches of batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
+            )
+
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
-        return {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
+        terms = {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
+        return terms if self.packing is None else terms | self.packing.terms()
 
     def step_rows(self, world_size: int) -> int:
-        """Return the rows of one step of all ranks together."""
-        return self.batch_size * world_size
+        """Return the rows of one step of all ranks together; with a budget the least."""
+        return (self.batch_size or 1) * world_size
 
     def needed_rows(self, world_size: int) -> int:
         """Return the number of rows that an epoch waits for."""
@@ -180,6 +211,24 @@ class LoaderOptions:
                 f"{fact} {format_bytes(least)} or more, and the capacity is {format_bytes(capacity_bytes)} "
                 f"now: {way}, or raise the capacity first"
             )
+
+    def _parsed_budget(self, schema: Schema, names: Sequence[str]) -> Budget | None:
+        """Return the budget of a batch, or None: batches have `batch_size` rows."""
+        if self.batch_tokens is None:
+            if self.length_of is not None:
+                raise ValueError(f"length_of={self.length_of!r} belongs to batch_tokens: give both, or none")
+            return None
+        if self.batch_size is not None:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens!r} takes the place of batch_size={self.batch_size!r}: "
+                "leave one out. arrowcache.Loader and arrowcache.torch.Loader take either"
+            )
+        if self.shuffle not in ("rows", None):
+            raise ValueError(
+                f"batch_tokens sorts rows by length, which is not the order of shuffle={self.shuffle!r}: "
+                "pass 'rows' or None"
+            )
+        return Budget.of(self.batch_tokens, self.length_of, schema, names)
 
 
 def spelled_out(arguments: type[EpochArguments]) -> Callable[[Face], Face]:

@@ -5,7 +5,7 @@ be computed without what came before, so resuming anywhere costs nothing. An epo
 positions 0, 1, 2, ...: passes over all rows, one after another, each with a row order of its own
 (shuffle.py). Step `s` of rank `r` takes positions [start + (s * world_size + r) * batch_size, ... +
 batch_size). The stream itself depends on neither batch size (but see `Plan.block_rows`) nor ranks: both
-may be others after a resume.
+may be others after a resume. budget.py has the order whose steps differ in their number of rows.
 """
 
 from __future__ import annotations
@@ -42,14 +42,48 @@ class Shard:
 class Order(ABC):
     """The remaining steps of one rank in an epoch: row ids of a snapshot. Several threads may ask.
 
+    `steps` is their number, the same for all ranks.
+    """
+
+    steps: int
+
+    @property
+    def missing(self) -> int:
+        """Rows of the rest of the epoch whose segments have left the cache."""
+        return 0
+
+    @abstractmethod
+    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+        """Row ids of steps first..last-1 of this rank, one after another."""
+
+    @abstractmethod
+    def rows_of(self, steps: range) -> int:
+        """Return the number of rows of some steps of this rank."""
+
+    @abstractmethod
+    def rest(self, steps: int) -> Plan:
+        """Return the part of the plan after a number of steps of all ranks, where a resume goes on."""
+
+    @abstractmethod
+    def segments_span(self, step: int) -> range:
+        """Return indices of the segments in use at a step, of all ranks together.
+
+        Segments before `start` are not read by this step or later ones; segments from `stop` on not by this
+        step or earlier ones of its pass. It is all segments while a later pass or padding will read them.
+        """
+
+
+class EvenOrder(Order):
+    """An order whose steps all have `batch_size` rows of each rank.
+
     Args:
         rows: rows that are left, of all ranks together.
         drop_last: leave out an incomplete last step. Otherwise it is short (one rank), or padded by wrapping
             around to the first rows (several).
     """
 
-    def __init__(self, rows: int, batch_size: int, shard: Shard, drop_last: bool) -> None:
-        self.rows, self.batch_size, self._shard = rows, batch_size, shard
+    def __init__(self, plan: Plan, rows: int, batch_size: int, shard: Shard, drop_last: bool) -> None:
+        self._plan, self.rows, self.batch_size, self._shard = plan, rows, batch_size, shard
         self.step_rows = batch_size * shard.world_size  # of all ranks together
         whole, rest = divmod(rows, self.step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
@@ -67,21 +101,25 @@ class Order(ABC):
         ids = self._stream(start, stop).reshape(steps, shard.world_size, self.batch_size)
         return ids[:, shard.rank].ravel()
 
+    def rows_of(self, steps: range) -> int:
+        rows = len(steps) * self.batch_size
+        is_short = self._shard.world_size == 1 and self.steps - 1 in steps
+        return rows - max(0, self.steps * self.batch_size - self.rows) if is_short else rows
+
+    def rest(self, steps: int) -> Plan:
+        return self._plan.at(self.position_after(steps))
+
     @abstractmethod
     def _stream(self, first: int, last: int) -> NDArray[np.int64]:
         """Return rows first..last-1 of the remaining stream, and after its end the padding rows."""
 
     @abstractmethod
-    def position_after(self, steps: int) -> int:
-        """Return the epoch's position after a number of steps of all ranks, where a resume goes on."""
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the positions in the planned stream of rows first..last-1 of the remaining one."""
 
     @abstractmethod
-    def segments_span(self, step: int) -> range:
-        """Return indices of the segments in use at a step, of all ranks together.
-
-        Segments before `start` are not read by this step or later ones; segments from `stop` on not by this
-        step or earlier ones of its pass. It is all segments while a later pass or padding will read them.
-        """
+    def position_after(self, steps: int) -> int:
+        """Return the epoch's position after a number of steps of all ranks."""
 
     # The line: the rows of all passes, one pass after another, oldest segment first in each.
 
@@ -112,11 +150,11 @@ class Order(ABC):
         """Return the part of the line in use at a position of the planned stream."""
 
 
-class EpochOrder(Order):
+class EpochOrder(EvenOrder):
     """The order of a plan whose segments are all present; padding repeats the epoch's first rows."""
 
     def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
-        super().__init__(plan.stream_rows - plan.position, batch_size, shard, drop_last)
+        super().__init__(plan, plan.stream_rows - plan.position, batch_size, shard, drop_last)
         self._segments, self._starts = range(len(plan.rows)), starts_of(plan.rows)
         self._pass_rows = int(self._starts[-1])
         self._start, self._end = plan.position, plan.stream_rows
@@ -128,6 +166,8 @@ class EpochOrder(Order):
         stop = start + (steps - 1) * apart + size
         number, place = divmod(start, self._pass_rows)
         if steps and stop <= min((number + 1) * self._pass_rows, self._end):
+            if apart == size:
+                return self._pass(number)(place, size * steps)  # one run of places takes less time
             return self._pass(number)(place, size, steps, apart)
         return super().batches(first, last)
 
@@ -140,6 +180,9 @@ class EpochOrder(Order):
             pieces.append(self._pass(number)(place, count))
             first += count
         return np.concatenate(pieces)
+
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        return np.arange(self._start + first, self._start + last)
 
     def position_after(self, steps: int) -> int:
         return min(self._end, self._start + steps * self.step_rows)
@@ -160,7 +203,7 @@ class EpochOrder(Order):
         return number, self._pass(number).span(place)
 
     def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        positions = np.arange(self._start + first, self._start + last)
+        positions = self.positions(first, last)
         return positions - positions % self._pass_rows
 
     def _in_use(self, position: int) -> range:
@@ -180,15 +223,18 @@ class Present:
         self.starts = starts_of(rows)  # of each planned segment, in the snapshot
         self.rows = int(self.starts[-1])
         self._shift = self.starts[:-1] - self._starts[:-1]
+        self._are_all = bool(self._is_there.all())
 
     def renumber(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return row ids in the snapshot of the planned rows that are present, and a mask of these rows."""
+        if self._are_all:
+            return ids, np.ones(len(ids), np.bool_)
         segments = self._starts.searchsorted(ids, side="right") - 1
         is_there = self._is_there[segments]
         return (ids + self._shift[segments])[is_there], is_there
 
 
-class ResumedOrder(Order):
+class ResumedOrder(EvenOrder):
     """The order of a plan over its segments that are still present.
 
     Rows of missing segments are skipped, and the remaining rows are cut into full steps anew, so that all
@@ -199,7 +245,7 @@ class ResumedOrder(Order):
     def __init__(
         self, plan: Plan, segments: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
     ) -> None:
-        self._plan, self._present = plan, Present(plan, segments)
+        self._present = Present(plan, segments)
         self._planned = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)  # steps are positions
         planned, present, pass_rows = self._planned, self._present, int(plan.rows.sum())
 
@@ -226,11 +272,10 @@ class ResumedOrder(Order):
             if last_pass > self._first_pass:
                 rows += (last_pass - self._first_pass - 1) * self._present.rows
                 rows += int(self._chunks(last_pass)[1][-1])
-        super().__init__(rows, batch_size, shard, drop_last)
+        super().__init__(plan, rows, batch_size, shard, drop_last)
 
     @property
     def missing(self) -> int:
-        """Rows of the rest of the epoch whose segments have left the cache."""
         return self._plan.stream_rows - self._plan.position - self.rows
 
     def _from(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -257,6 +302,9 @@ class ResumedOrder(Order):
             first += len(ids[-1])
         return np.concatenate(ids), np.concatenate(positions)
 
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        return self._stream_and_positions(first, last)[1]
+
     def position_after(self, steps: int) -> int:
         rows = min(steps * self.step_rows, self.rows)
         return int(self._from(rows - 1)[1][0]) + 1 if rows else self._plan.position
@@ -271,7 +319,7 @@ class ResumedOrder(Order):
         return range(int(before[start]), int(before[stop]))
 
     def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        return self._stream_and_positions(first, last)[1] // self._pass_rows * self._present.rows
+        return self.positions(first, last) // self._pass_rows * self._present.rows
 
     def _in_use(self, position: int) -> range:
         number, span = self._planned.pass_span(position)
@@ -332,7 +380,7 @@ def order_of(
     drop_last: bool,
     *,
     keeps_steps: bool = False,
-) -> Order:
+) -> EvenOrder:
     """Return the order of a plan over the segments still present, with row ids of a snapshot of these.
 
     Args:

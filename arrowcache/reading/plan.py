@@ -9,12 +9,14 @@ the batch size, workers and world size before and after.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.reading.packing import Packing, Within, require_packing
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
@@ -22,6 +24,7 @@ from arrowcache.units import MOST_COUNTED, parse_count
 SHUFFLES = ("rows", "window", "blocks", None)
 
 _FORMAT, _VERSION = "arrowcache.loader", 2
+_BUDGET_VERSION = 3  # of states with buckets
 _PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
 _OTHER_ORDER = 1  # version of states in 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
@@ -35,6 +38,11 @@ class Plan:
     "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its begin), or None
     (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if "rows", a draw without
     replacement); above, reshuffled passes. None means one pass.
+
+    `buckets` are the parts of the stream whose rows are sorted by length (budget.py); 0 where batches have
+    equally many rows. `taken` has a bit for each row of the bucket at the position, 1 if it was delivered: so
+    many rows lie between the bucket's begin and the position. It is empty where no row is. An epoch of
+    sequences has a place `within` its rows from the position on.
     """
 
     epoch: int
@@ -46,6 +54,9 @@ class Plan:
     seqs: NDArray[np.int64]
     rows: NDArray[np.int64]
     position: int = 0
+    buckets: int = 0
+    taken: bytes = b""
+    within: Within | None = None
 
     @property
     def stream_rows(self) -> int:
@@ -69,9 +80,17 @@ class Plan:
                 return Blocks(self.rows, self.block_rows, self.seed, key)
         return Sequential(self.rows)
 
-    def at(self, position: int) -> Plan:
+    def at(self, position: int, *, taken: bytes = b"", within: Within | None = None) -> Plan:
         """Return the plan from a position on."""
-        return replace(self, position=position)
+        return replace(self, position=position, taken=taken, within=within)
+
+    def bucket_edge(self, number: int) -> int:
+        """Return the position at which a bucket begins, or the last one ends."""
+        return self.stream_rows * number // self.buckets
+
+    def bucket_at(self, position: int) -> int:
+        """Return the bucket that has a position."""
+        return ((position + 1) * self.buckets - 1) // self.stream_rows
 
     def includes(self, segment: SegmentInfo) -> bool:
         """True if the planned epoch reads this segment, with so many rows."""
@@ -82,22 +101,38 @@ class Plan:
         """Return plain ints, strings, lists and None; segments as runs."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         segments = runs_of(self.seqs, self.rows).tolist()
-        return {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
+        state = {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
+        if self.within is not None:
+            return state | {"within": self.within.to_state()}
+        if not self.buckets:
+            return state
+        taken = base64.b64encode(self.taken).decode()
+        return state | {"version": _BUDGET_VERSION, "buckets": self.buckets, "taken": taken}
 
     @classmethod
-    def from_state(cls, state: object, most_rows: int = MOST_COUNTED) -> Plan:
+    def from_state(
+        cls,
+        state: object,
+        most_rows: int = MOST_COUNTED,
+        *,
+        has_buckets: bool = False,
+        packing: Packing | None = None,
+    ) -> Plan:
         """The inverse of `to_state`.
 
         Args:
             most_rows: most rows of a segment in the cache; bounds the work of a resume.
+            has_buckets: True if the epoch is to go on with batches by length.
+            packing: sequences that the reader makes. None means batches of rows.
         Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
-            epoch begun in an order of 0.1.0. The message says what is wrong.
+            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences. The
+            message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
-        if state.get("version") not in (_OTHER_ORDER, _VERSION):
+        if state.get("version") not in (_OTHER_ORDER, _VERSION, _BUDGET_VERSION):
             raise ValueError(
-                f"the state has version {state.get('version')!r}, this arrowcache reads {_VERSION}: "
+                f"the state has version {state.get('version')!r}, this arrowcache reads {_BUDGET_VERSION}: "
                 "use the arrowcache that made it, or begin without it"
             )
         try:
@@ -111,7 +146,7 @@ class Plan:
             if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
-            epoch_rows = state["epoch_rows"]
+            epoch_rows, within = state["epoch_rows"], state.get("within")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
@@ -122,7 +157,11 @@ class Plan:
                 seqs=seqs,
                 rows=rows_of_each,
                 position=parse_count(state["position"], "position", least=0),
+                within=None if within is None else Within.from_state(within),
             )
+            if state["version"] == _BUDGET_VERSION and len(seqs):
+                buckets = parse_count(state["buckets"], "buckets", most=max(1, plan.stream_rows))
+                plan = replace(plan, buckets=buckets, taken=base64.b64decode(state["taken"], validate=True))
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None
         if (plan.rows < 1).any() or (np.diff(plan.seqs, prepend=-1) < 1).any():
@@ -141,11 +180,33 @@ class Plan:
                 f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
                 "'segments': []}"
             )
-        if plan.position > plan.stream_rows:
+        if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:
             raise ValueError(
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
             )
+        if not plan._has_fit_bits():
+            raise ValueError("the state is damaged: the rows that were taken do not fit its position")
+        if is_begun and has_buckets != (plan.buckets > 0):
+            which, way = (
+                ("batch_tokens", "with it") if plan.buckets else ("batch_size", "without batch_tokens")
+            )
+            raise ValueError(
+                f"the state is of epoch {plan.epoch}, of which {plan.stream_rows - plan.position} of "
+                f"{plan.stream_rows} rows are left in batches by {which}: resume it {way}, or begin the next "
+                f"one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, 'segments': []}}"
+            )
+        require_packing(packing, plan.within)
         return plan
+
+    def _has_fit_bits(self) -> bool:
+        """True if `taken` has as many rows as the position is into its bucket."""
+        if not self.buckets or self.position == self.stream_rows:
+            return not self.taken
+        bucket = self.bucket_at(self.position)
+        first, stop = self.bucket_edge(bucket), self.bucket_edge(bucket + 1)
+        count = int.from_bytes(self.taken, "big").bit_count()
+        nbytes = -(-(stop - first) // 8) if self.position > first else 0
+        return len(self.taken) == nbytes and count == self.position - first
 
 
 def require_shuffle(name: str | None) -> str | None:

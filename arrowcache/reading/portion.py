@@ -12,13 +12,16 @@ from arrowcache.reading.future import Future
 
 if TYPE_CHECKING:
     from arrowcache.reading.epoch import Epoch
+    from arrowcache.reading.packing import Within
 
 
 class ReadyBatch(NamedTuple):
     """A batch ready for delivery, with its counts.
 
     `batch` is a dict of columns, the result of a transform, or a run or step of window.py. `published` is
-    the mean time at which its rows were published, in seconds since 1970.
+    the mean time at which its rows were published, in seconds since 1970. `epoch` made it. `steps` of its
+    order are over with it: one, but for sequences of sequences.py, which also say how far the epoch is
+    `within` a bundle.
     """
 
     batch: Any
@@ -26,7 +29,9 @@ class ReadyBatch(NamedTuple):
     nbytes: int
     copied: int
     published: float
-    epoch: Epoch
+    epoch: Any
+    steps: int = 1
+    within: Within | None = None
 
 
 class Portion:

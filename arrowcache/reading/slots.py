@@ -104,6 +104,7 @@ class Slots:
 
     Args:
         columns: name -> (shape of a row, dtype).
+        rows: usual rows of a batch; 0 if they differ.
         in_flight: batches that are under way before the first of them is delivered.
         allocate: gives (nbytes,) uint8, such as memory that a device can read directly.
         free: gets memory that is given up.
@@ -133,7 +134,8 @@ class Slots:
         with self._lock:
             for column in self._columns:
                 nbytes = rows * column.row_bytes
-                owner, buffer = self._lend(column, nbytes, max(nbytes, self._rows * column.row_bytes))
+                most_bytes = max(nbytes, self._rows * column.row_bytes) if self._rows else None
+                owner, buffer = self._lend(column, nbytes, most_bytes)
                 owned.append((column, owner))
                 addresses[column.name] = buffer.address
         return Slot(rows, owned, addresses)
@@ -146,12 +148,15 @@ class Slots:
         """
         with self._lock:
             column = self._of_any_size.setdefault(kind, _SlotColumn("", (), np.dtype(np.uint8)))
-            if nbytes > column.largest_bytes:
-                column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
-            owner, buffer = self._lend(column, nbytes, column.largest_bytes)
+            owner, buffer = self._lend(column, nbytes)
             return owner, buffer.address
 
-    def _lend(self, column: _SlotColumn, nbytes: int, most_bytes: int) -> tuple[Any, _Buffer]:
+    def _lend(self, column: _SlotColumn, nbytes: int, most_bytes: int | None = None) -> tuple[Any, _Buffer]:
+        """Lend a buffer; a new one has `most_bytes`. None means as many as any had."""
+        if most_bytes is None:
+            if nbytes > column.largest_bytes:
+                column.largest_bytes = int(nbytes * _GROWTH) if column.largest_bytes else nbytes
+            most_bytes = column.largest_bytes
         while column.returned:
             back = column.returned.popleft()
             column.lent.discard(back)

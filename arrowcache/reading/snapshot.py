@@ -31,7 +31,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import Closable, Mutex, Origin, cached_property, until_exit
 from arrowcache.native.library import address_of
 from arrowcache.native.rows import SegmentRows
-from arrowcache.reading.gather import Gather, Gatherer, OutsideError, unreadable
+from arrowcache.reading.gather import Gather, Gatherer, OutsideError, Parts, require_sound, unreadable
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.memory import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
@@ -230,6 +230,19 @@ class Snapshot(Shown, Closable):
         self.temperature.note(len(ids), missed)
         return {name: arrays[name] if name in arrays else values[name] for name in names}
 
+    def lengths(self, first: int, last: int, name: str) -> NDArray[np.integer[Any]]:
+        """Return the lengths of rows first..last-1, as one column tells them.
+
+        Args:
+            name: a ragged column, whose length is its number of items, none of which is read; or a column
+                of integers, which are the lengths.
+        Blocks: while they come from the disk. Raises: CorruptSegmentError: as `gather`.
+        """
+        ids = np.arange(first, last)
+        with (reader := _Reader(self)):
+            self._map_segments_of(ids)
+            return self._gatherer.lengths(ids, name, reader, lambda index: self._doubted(int(ids[index])))
+
     def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
         """Begin `gather_into`, with the fixed-width columns in a slot. The snapshot stays open until its end.
 
@@ -256,6 +269,50 @@ class Snapshot(Shown, Closable):
             out,
             (keep, reader),
             lambda index: self._doubted(int(ids[index])),
+            reader.end,
+            is_cold=is_cold,
+            drops=is_cold and self._is_larger_than_memory,
+        )
+
+    def find(self, ids: NDArray[np.int64], name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Find the values of a variable-length column of rows (n,), and copy none.
+
+        Returns: the bytes of each row's values (n,), and where they begin in their file (n,), in bytes, for
+            `begin_parts`.
+        Blocks: while offsets come from the disk.
+        Raises: as `gather_into`.
+        """
+        with _Reader(self):
+            if not self._rows.is_known:
+                self._map_segments_of(ids)
+            reader = _Reader(self)
+            gather, found = self._gatherer.find(
+                ids,
+                name,
+                reader,
+                lambda index: self._doubted(int(ids[index])),
+                reader.end,
+                is_cold=self.temperature.is_cold,
+            )
+            gather.wait()
+        require_sound(found, name)
+        return np.diff(found.offsets), found.source
+
+    def begin_parts(self, parts: Parts, out: NDArray[np.uint8]) -> Gather:
+        """Begin to copy parts of values that `find` has found. The snapshot stays open until its end.
+
+        The caller notes the misses in `temperature`.
+
+        Args:
+            out: memory for all parts, in bytes.
+        """
+        reader = _Reader(self)
+        is_cold = self.temperature.is_cold
+        return self._gatherer.begin_parts(
+            parts,
+            out,
+            reader,
+            lambda index: self._doubted(int(parts.ids[index])),
             reader.end,
             is_cold=is_cold,
             drops=is_cold and self._is_larger_than_memory,

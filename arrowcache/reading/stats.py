@@ -55,11 +55,11 @@ class LoaderStats(Shown):
 
     `bottleneck` names the stage to speed up: "consumer" (the training step: the loader waits for it),
     "samplers" (too few rows), "pace" (the cache's: see `Pace`), "store" (rows that came from the disk),
-    "gather" (memory; of views, mapping them), "transform" or "start" (of an epoch: listing, leasing and
-    mapping its segments; of worker processes, once a loader); "none" before a batch was delivered or waited
-    for. `advice` puts it in words; for "store" it compares how other shuffles read the disk. The seconds
-    behind the bottleneck are the time that the consumer (in `next`) and all workers spent on each stage. The
-    start of worker processes counts while no worker is ready.
+    "gather" (memory; of views, mapping them), "transform" (and what makes a dataset's items), "start" (of an
+    epoch: listing, leasing and mapping its segments; of worker processes, once a loader); "none" before a
+    batch was delivered or waited for. `advice` puts it in words; for "store" it compares how other shuffles
+    read the disk. The seconds behind the bottleneck are the time that the consumer (in `next`) and all
+    workers spent on each stage. The start of worker processes counts while no worker is ready.
 
     `age_seconds` is the mean time since the publication of delivered rows (of some 64 of every
     4,096 rows). `slot_bytes` is the memory for batches, `slot_growths` the number of buffers added to it: it
@@ -121,7 +121,8 @@ class LoaderStats(Shown):
                 return "copying is the limit: fewer columns, or a faster memory"
             case "transform":
                 more = f"more than {self.workers} workers" if self.workers else "workers=2"
-                return f"the transform is the limit: {more}, or have it do less, and let go of the GIL"
+                what = "the transform, or the making of a dataset's items,"
+                return f"{what} is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]
 
     def _of_the_disk(self) -> str:

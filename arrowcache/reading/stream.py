@@ -198,7 +198,7 @@ class BatchStream:
             self.has_stopped = True
             self.close()
             raise StopIteration
-        made.epoch.deliver()
+        made.epoch.deliver(made.steps, within=made.within)
         self._meter.deliver(made)
 
     def fail(self) -> None:

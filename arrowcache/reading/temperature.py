@@ -19,6 +19,7 @@ _MOST_MISSES = 64  # pages, while warm: the disk reads them in some 10 ms
 _LEAST_FOUND_ROWS, _MOST_FOUND_ROWS = 256, 1 << 14
 _LONG_LIFE = 16  # times the rows that it took to get warm
 _AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # enough for the disk to choose their order
+_WARM_BYTES, _MOST_WARM = 8 << 20, 8  # under way: more slots leave the processor's cache
 
 
 def batches_ahead(rows: int, nbytes: int) -> int:
@@ -38,6 +39,12 @@ class Temperature:
         self._needed_rows = _LEAST_FOUND_ROWS
         self._rows = 0  # rows since it turned warm
         self._balance = 0  # while cold: rows found beyond the limit; while warm: rows found short of it
+
+    def batches_ahead(self, rows: int, nbytes: int) -> int:
+        """Return the number of batches of this size to have under way: at least two."""
+        if self.is_cold:
+            return batches_ahead(rows, nbytes)
+        return max(2, min(_MOST_WARM, _WARM_BYTES // nbytes))
 
     def note(self, rows: int, missed: int) -> None:
         """Count rows that were read as `is_cold` says, and the rows or pages that were missed."""

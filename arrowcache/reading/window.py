@@ -26,6 +26,7 @@ from arrowcache.reading.fetching import FETCHED_BYTES
 from arrowcache.reading.filling import Filling
 from arrowcache.reading.gather import Gather
 from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.order import EvenOrder
 from arrowcache.reading.portion import Portion, ReadyBatch
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.stats import Meter
@@ -79,6 +80,7 @@ class WindowAssembly(Assembly):
             awaited: True for the first epoch of its stream.
         """
         snapshot, order, pass_rows = epoch.snapshot, epoch.order, len(epoch.snapshot)
+        assert isinstance(order, EvenOrder)  # batches by tokens are not of shuffle="window"
         snapshot.temperature = self.temperature
         if awaited:
             self._numbers = itertools.count()

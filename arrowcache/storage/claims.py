@@ -2,7 +2,7 @@
 
 One lock byte an item in claims.lock, held by the process that will publish it; the kernel drops the claims of
 a process that dies. One byte far behind them says that somebody waits for claimed items: who has some
-publishes them at once.
+publishes them at once. The next one is held by who merges segments.
 Must never: keep anybody from making an item. A claim decides who publishes it.
 """
 
@@ -16,6 +16,17 @@ from pathlib import Path
 from arrowcache.storage.locks import LockFile
 
 _SOMEBODY_WAITS = 2**62  # the byte of this sign: no item has this index
+_MERGES = _SOMEBODY_WAITS + 1
+
+
+@contextmanager
+def only_merger(path: Path, mode: int) -> Iterator[bool]:
+    """Be the only one who merges segments, meanwhile. Yields: False: somebody else is, also in this process.
+
+    Args, Raises: as of `Claims`.
+    """
+    with LockFile(path, os.O_RDWR | os.O_CREAT, mode) as file:
+        yield file.try_range(_MERGES, 1, exclusive=True)
 
 
 class Claims:

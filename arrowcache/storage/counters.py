@@ -11,14 +11,12 @@ The counts are written with each batch, all of it some ten times a second.
 
 from __future__ import annotations
 
-import os
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowcache.storage.page import HEAD, RECORD_AT, SHOWN_BYTES, Page, PageKind, path_of, read_page
+from arrowcache.storage.page import HEAD, RECORD_AT, SHOWN_BYTES, Page, PageKind, path_of
 
 COUNTERS = PageKind("arrowcache-loader", b"arrowcache panel", 1)
 COUNTERS_LINK = COUNTERS.link
@@ -79,15 +77,6 @@ class Readout:
     stalls: int
     waits: int
     took: Mapping[str, float]
-
-
-def read_counters(path: str | os.PathLike[str]) -> Readout | None:
-    """Read a page by its file, such as /proc/<pid>/fd/<n>. None if it is gone or not ours.
-
-    Blocks: never; whatever is there is read, but not waited for.
-    """
-    page = read_page(path)
-    return None if page is None else parse_counters(page, time.perf_counter())
 
 
 def parse_counters(page: bytes, now: float) -> Readout | None:

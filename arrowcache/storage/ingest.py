@@ -150,7 +150,9 @@ class Ingest(Closable):
         self._pending = []
         if self.store is None:
             return []
-        gone, leased = self.store.take_back(lambda segment: self._is_of(segment, fingerprint))
+        gone, leased = self.store.take_back(
+            lambda listed: [segment for segment in listed if self._is_of(segment, fingerprint)]
+        )
         for segment in gone:
             if segment.seq in self._own:
                 self.published = self.published.minus(segment)

@@ -82,8 +82,9 @@ class SegmentInfo:
 
     `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "parquet." or "tfrecord." and which rows of
     which files these are for what was imported (see file_rows.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
-    and "" for a plain writer; `nbytes` is the file's length, `allocated_bytes` what it takes on the disk,
-    `published` the time in seconds since 1970 when it was written.
+    "parts." and which segments it was merged of (see parts.py), and "" for a plain writer; `nbytes` is the
+    file's length, `allocated_bytes` what it takes on the disk, `published` the time in seconds since 1970
+    when it was written.
     """
 
     seq: int

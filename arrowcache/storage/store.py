@@ -45,6 +45,7 @@ from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
+from arrowcache.storage.parts import superseded
 from arrowcache.storage.sizing import (
     BOOKKEEPING_BYTES,
     beyond_disk,
@@ -234,12 +235,15 @@ class Store:
         task: str = "",
         policy: RoomPolicy | None = None,
         on_visible: Callable[[], None] = lambda: None,
+        *,
+        syncs: bool = False,
     ) -> Published:
         """Write a segment and make it visible.
 
         Args:
             on_visible: called as soon as it is: what is raised after that, as by Ctrl-C, is no reason to
                 publish its rows again. Quick; raises nothing.
+            syncs: have it on the disk before this returns, also where the cache is not durable.
         Blocks: while the segment is written, and as `policy` says while there is no room. Where the disk is
             full before the cache is, up to three of the oldest segments leave for room, with each call.
         Raises: CacheFullError, LockTimeoutError, Cancelled, OSError; nothing is left behind.
@@ -254,10 +258,10 @@ class Store:
                     waited = time.monotonic() - started
                     part.reserve(segment.nbytes)
                     part.write(segment.pieces)
-                    if self.settings.durable:
+                    if self.settings.durable or syncs:
                         part.sync()
                     info = self._link(part, segment.rows, task, on_visible)
-                    if self.settings.durable:
+                    if self.settings.durable or syncs:
                         self._sync_names()  # after the bytes: a name that outlasts a power cut has them
                     return Published(info, waited)
                 except OSError as error:
@@ -632,13 +636,15 @@ class Store:
         return [segment for _, segment in retired]
 
     def take_back(
-        self, is_unwanted: Callable[[SegmentInfo], bool]
+        self, choose: Callable[[list[SegmentInfo]], Sequence[SegmentInfo]]
     ) -> tuple[list[SegmentInfo], list[SegmentInfo]]:
-        """Remove segments that should not have been published, wherever they are in the order.
+        """Remove segments wherever they are in the order, which count as never published.
 
-        For an import whose file turns out to be bad. They count as never published. The newest go first, so
-        that who is killed meanwhile leaves the file's first rows.
+        For an import whose file turns out to be bad, and for segments that were merged into another one. The
+        newest go first, so that who is killed meanwhile leaves the file's first rows.
 
+        Args:
+            choose: returns them, of all that are listed; under cache.lock.
         Returns: those that went, and those that stay, since somebody leases them.
         """
         retired, leased = [], []
@@ -646,7 +652,7 @@ class Store:
             listed = self.segments()
             self._end_idle_leases(listed)
             with LockFile(self.folder.lease_lock) as file:
-                for segment in filter(is_unwanted, reversed(listed)):
+                for segment in reversed(choose(listed)):
                     if file.try_range(segment.seq, 1, exclusive=True):
                         retired.append((self.folder.retire(segment.name), segment))
                     else:
@@ -703,6 +709,7 @@ class Store:
             usage = self.usage.record()
             rows = np.array([segment.rows for segment in listed], np.int64)
             served = self.usage.served(np.array([segment.seq for segment in listed], np.int64))
+            items = 0 if self.settings.dataset is None else self.settings.dataset.length
             stats = CacheStats(
                 capacity_bytes=self.settings.capacity_bytes,
                 allocated_bytes=self.allocated_bytes(listed),
@@ -723,6 +730,8 @@ class Store:
                 times_served=float(served @ rows / rows.sum()) if rows.size else 0.0,
                 most_times_served=int(served.max(initial=0)),
                 paced=self._why_paced(listed),
+                items=items,
+                cached_items=min(items, int(rows.sum()) - sum(part.rows for part in superseded(listed))),
             )
         return Survey(stats, listed, leased)
 

@@ -3,10 +3,12 @@
 try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
     from arrowcache.torch.cached_dataset import CachedDataset, CachedStats, cached
+    from arrowcache.torch.cached_loader import CachedLoader
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.iterable import CacheIterableDataset
     from arrowcache.torch.loader import Loader
+    from arrowcache.torch.packed_loader import PackedLoader, packed
 except ModuleNotFoundError as error:
     raise ImportError(
         f"arrowcache.torch needs {error.name}, which is not installed: pip install 'arrowcache[torch]'"
@@ -16,11 +18,14 @@ __all__ = [
     "CacheDataset",
     "CacheIterableDataset",
     "CachedDataset",
+    "CachedLoader",
     "CachedStats",
     "DevicePrefetcher",
     "EpochBatchSampler",
     "Loader",
+    "PackedLoader",
     "PrefetcherStats",
     "cached",
     "dataloader",
+    "packed",
 ]

@@ -71,6 +71,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
         )
+        self._options.require_batch_size("EpochBatchSampler")
         self._made = Epochs(self._store, self._options, Meter())
         self._made.join(membership_now(self._options, begins=False))
         self._slots: dict[tuple[str, ...], Slots] = {}
@@ -79,7 +80,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        return self._options.batch_size
+        return self._options.most_rows
 
     @property
     def drop_last(self) -> bool:

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index as as_index
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,10 @@ class _Spec:
         return self.settings.dataset.length
 
 
+class Unwanted(Exception):
+    """Nobody waits any more for the items that were to be made."""
+
+
 class CachedDataset(Shown, Closable, Dataset[Any]):
     """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
 
@@ -132,6 +137,11 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """The dataset inside."""
         return self._spec.dataset
 
+    @property
+    def path(self) -> Path:
+        """The folder of the cache."""
+        return self._spec.path
+
     def __len__(self) -> int:
         return self._spec.length
 
@@ -149,7 +159,11 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         Blocks, raises: as `__getitem__`.
         """
-        items, transform = self._items(self._numbers(indices)), self._spec.transform
+        return self.transformed(self.items_of(self._numbers(indices)))
+
+    def transformed(self, items: list[Any]) -> list[Any]:
+        """Return items with the transform applied, for the package's own use."""
+        transform = self._spec.transform
         return items if transform is None else [transform(item) for item in items]
 
     def _numbers(self, indices: Sequence[int]) -> NDArray[np.int64]:
@@ -164,11 +178,16 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             numbers.append(number % length)
         return np.array(numbers, np.int64)
 
-    def _items(self, wanted: NDArray[np.int64]) -> list[Any]:
-        """Return items (n,) without the transform."""
-        reader = self._reader_here()
+    def items_of(self, wanted: NDArray[np.int64], is_wanted: Callable[[], bool] = lambda: True) -> list[Any]:
+        """Return items (n,) in [0, len) without the transform, for the package's own use.
+
+        Args:
+            is_wanted: asked before each item is made.
+        Raises: as `__getitem__`; Unwanted.
+        """
+        reader, make = self.reader_here(), partial(self._make, is_wanted)
         if reader is None:
-            return self._make(wanted.tolist())
+            return make(wanted.tolist())
         items: list[Any] = [None] * len(wanted)
         missing = self._fill_in(items, reader.find(wanted), np.arange(len(wanted)))
         if not len(missing):
@@ -178,11 +197,11 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         for start in range(0, len(missing), at_once):
             some = missing[start : start + at_once]
             is_claimed = reader.claim(wanted[some])
-            self._put_in(items, some[is_claimed], self._make(wanted[some[is_claimed]].tolist(), reader))
+            self._put_in(items, some[is_claimed], make(wanted[some[is_claimed]].tolist(), reader))
             others = np.concatenate((others, some[~is_claimed]))
         if len(others) and reader.stores:
             others = self._fill_in(items, reader.await_claimed(wanted[others]), others)
-        self._put_in(items, others, self._make(wanted[others].tolist(), reader, is_claimed=False))
+        self._put_in(items, others, make(wanted[others].tolist(), reader, is_claimed=False))
         return items
 
     def _fill_in(self, items: list[Any], found: Found, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -200,7 +219,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             items[at] = item
 
     def _make(
-        self, indices: list[int], reader: ReadThrough | None = None, *, is_claimed: bool = True
+        self,
+        is_wanted: Callable[[], bool],
+        indices: list[int],
+        reader: ReadThrough | None = None,
+        *,
+        is_claimed: bool = True,
     ) -> list[Any]:
         """Have the dataset inside make items; publish those that this process has claimed."""
         if not indices:
@@ -209,12 +233,16 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         inner: Any = self._spec.dataset
         many = getattr(inner, "__getitems__", None)
         try:
+            if not is_wanted():
+                raise Unwanted
             for index, item in zip(
                 indices, many(indices) if many else map(inner.__getitem__, indices), strict=True
             ):
                 if reader is not None and is_claimed:
                     _put(reader, self._spec.form, index, item)
                 made.append(self._spec.form.chosen(item))
+                if len(made) < len(indices) and not is_wanted():
+                    raise Unwanted
             return made
         finally:
             if reader is not None:
@@ -239,7 +267,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         except _UNUSABLE as error:
             self._unusable(error)
             return
-        reader = self._reader_here()
+        reader = self.reader_here()
         first = np.zeros(1, np.int64)
         if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
             _put(reader, self._spec.form, 0, item)
@@ -249,6 +277,38 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def _unusable(self, error: Exception) -> None:
         self._reader, self._failed_at = None, time.monotonic()
         warn(f"items are made, and not stored: {error}")
+
+    @property
+    def form(self) -> ItemForm:
+        """The form of an item, for the package's own use."""
+        return self._spec.form
+
+    def has(self, wanted: NDArray[np.int64]) -> bool:
+        """True if all items (n,) are in the cache, for the package's own use."""
+        reader = self.reader_here()
+        return reader is not None and reader.has(wanted)
+
+    def is_complete(self) -> bool:
+        """True if all items are in the cache, for the package's own use. Raises nothing."""
+        if (reader := self.reader_here()) is None:
+            return False
+        reader.settle()
+        return reader.has(np.arange(len(self)))
+
+    def rest(self) -> None:
+        """Publish what this process made, and end its lease, for the package's own use."""
+        if self._reader is not None and self._reader.origin.is_here:
+            self._reader.rest()
+
+    def rest_if_it_turns_over(self) -> None:
+        """Rest where `turn_over` evicts: other ranks do so, too. For the package's own use."""
+        if self._spec.replace:
+            self.rest()
+
+    @property
+    def transforms(self) -> bool:
+        """True if items pass a transform as they are read, for the package's own use."""
+        return self._spec.transform is not None
 
     @property
     def cache(self) -> Cache:
@@ -263,8 +323,8 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             self._store = _open(self._spec)
         return self._store
 
-    def _reader_here(self) -> ReadThrough | None:
-        """The reader of this process. None while the cache cannot be used."""
+    def reader_here(self) -> ReadThrough | None:
+        """The reader of this process, for the package's own use. None while the cache cannot be used."""
         if self._is_closed:
             raise ValueError("the dataset is closed: make it again with arrowcache.torch.cached")
         reader = self._reader
@@ -285,7 +345,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         What is made and not yet published counts, too, as it is published at once. Blocks: for a moment.
         """
-        reader = self._reader_here()
+        reader = self.reader_here()
         if reader is None:
             return 0
         reader.settle()
@@ -293,7 +353,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
     def stats(self) -> CachedStats:
         """Count the items that are in the cache now, and what this process did."""
-        reader, settings = self._reader_here(), self._spec.settings
+        reader, settings = self.reader_here(), self._spec.settings
         if reader is None:
             return CachedStats(len(self), 0, 0, settings.capacity_bytes, is_full=False, hits=0, made=0)
         cached, cache = reader.cached, self._opened().stats()
@@ -321,7 +381,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         import tqdm
 
         workers = parse_count(workers, "workers", least=0)
-        reader = self._reader_here()
+        reader = self.reader_here()
         if reader is None:
             return 0
         reader.settle()
@@ -339,7 +399,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 bar.update(len(stored))
                 if not all(stored):
                     break  # no more fits
-        return self.cached
+        del making
+        cached = self.cached
+        reader.rest()  # which merges small segments
+        return cached
 
     def turn_over(self) -> int:
         """Evict the oldest items of a full cache: a share of `replace` of the capacity.
@@ -349,7 +412,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         Returns: the number of items that left.
         """
-        reader = self._reader_here()
+        reader = self.reader_here()
         if reader is None or not self._spec.replace or not self.stats().is_full:
             return 0
         reader.rest()
@@ -391,8 +454,8 @@ class _Filling(Dataset[bool]):
         return self.__getitems__([at])[0]
 
     def __getitems__(self, places: list[int]) -> list[bool]:
-        self._train._items(self._missing[places])
-        reader = self._train._reader_here()
+        self._train.items_of(self._missing[places])
+        reader = self._train.reader_here()
         return [reader is not None and reader.stores] * len(places)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from arrowcache.reading.iterator import Stream
 from arrowcache.reading.portion import ReadyBatch
-from arrowcache.reading.stream import BatchStream
 
 
 class Delivery:
@@ -21,9 +21,7 @@ class Delivery:
         finish: makes tensors of a batch; a method of the loader, which so lives as long as this.
     """
 
-    def __init__(
-        self, stream: BatchStream, timeout_seconds: float | None, finish: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, stream: Stream, timeout_seconds: float | None, finish: Callable[[Any], Any]) -> None:
         self._stream, self._timeout_seconds, self._finish = stream, timeout_seconds, finish
 
     def next(self) -> tuple[Any, ReadyBatch]:

@@ -131,6 +131,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
+        self._options.require_batch_size("CacheIterableDataset")
         self._rank = membership_now(self._options, begins=False)  # this process' rank
         self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)
@@ -164,7 +165,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
                 f"the state is of one of {resumed.workers} workers, whose steps are not those of one of "
                 f"{turn.workers}: resume with {same}; states of arrowcache.torch.Loader fit any number"
             )
-        size = self._options.batch_size
+        size = self._options.most_rows
         if resumed is not None and len(resumed.plan.seqs) and (counted := resumed.plan.block_rows) != size:
             raise ValueError(
                 f"the state counts batches of {counted} rows, not of {size}: resume with "

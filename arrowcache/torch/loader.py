@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.schema import Ragged
 from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
@@ -16,6 +16,8 @@ from arrowcache.reading.options import LoaderArguments, spelled_out
 from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.window import WindowAssembly
 from arrowcache.storage.recovery import HasStore
+from arrowcache.torch.cached_dataset import CachedDataset
+from arrowcache.torch.cached_loader import CachedLoader
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import membership_now
@@ -53,22 +55,40 @@ class Loader(NumpyLoader):
 
     Text and bytes come as lists; a ragged column as a nested tensor of jagged layout;
     timestamps as int64 microseconds since 1970; bfloat16 as torch.bfloat16.
+
+    Of a `CachedDataset` this makes a `CachedLoader`, which see: each item once an epoch.
     """
 
     _prefetcher: DevicePrefetcher | None = None  # also if the constructor fails
     _ring: Ring | None = None  # where the device shuffles
 
     @spelled_out(LoaderArguments)
+    def __new__(  # noqa: PYI034  # of a CachedDataset it is a CachedLoader
+        cls,
+        cache: HasStore | str | os.PathLike[str] | CachedDataset,
+        batch_size: int | None = None,
+        *,
+        device: Device | None = None,
+        **options: Any,
+    ) -> Loader:
+        """Make the loader of a cache, or of a CachedDataset: a CachedLoader."""
+        if isinstance(cache, CachedDataset):
+            rows = 64 if batch_size is None else batch_size
+            return CachedLoader(cache, rows, device=device, **options)  # type: ignore[return-value]  # it stands in
+        return super().__new__(cls)
+
+    @spelled_out(LoaderArguments)
     def __init__(
         self,
-        cache: HasStore | str | os.PathLike[str],
-        batch_size: int = 64,
+        cache: HasStore | str | os.PathLike[str] | CachedDataset,
+        batch_size: int | None = None,
         *,
         device: Device | None = None,
         **options: Unpack[LoaderArguments],
     ) -> None:
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
+        assert not isinstance(cache, CachedDataset)  # `__new__` has seen to that
         super().__init__(cache, batch_size, **options)
         schema = self._store.settings.schema
         if any(isinstance(schema.get(name), Ragged) for name in self._options.names):

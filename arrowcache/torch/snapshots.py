@@ -153,7 +153,7 @@ class OwnedEpoch:
         return None if self._is_closed else self._epoch.order.steps
 
     def rest(self) -> Plan:
-        return self._epoch.plan.at(self._epoch.order.position_after(self._sent))
+        return self._epoch.order.rest(self._sent)
 
     def draw(self) -> DrawnRows | None:
         """Draw the next batch, or return None after the last one."""

@@ -31,6 +31,8 @@ from arrowcache.errors import WorkerError
 from arrowcache.torch import snapshots
 from arrowcache.torch.snapshots import Arrival
 
+RECEIVING = "while a batch was received"
+
 
 class SentBatch(dict[str, Any]):
     """A batch; unpickled as a plain dict.
@@ -84,7 +86,7 @@ def _received(arrival: Arrival | None, packed: bytes | ExceptionWrapper) -> Any:
             snapshots.delivered(*arrival)
         return unpack(packed)
     except Exception:  # noqa: BLE001
-        return failure("while a batch was received")
+        return failure(RECEIVING)
 
 
 def collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001

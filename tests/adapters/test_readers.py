@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 import arrowcache as ac
 import arrowcache.torch as at
 
-OF_LOADERS = frozenset({"transform", "ids", "ranks", "writing", "one epoch", "close", "state", "fork"})
+OF_LOADERS = frozenset(
+    {"transform", "ids", "ranks", "writing", "one epoch", "close", "state", "fork", "tokens"}
+)
 OF_DATALOADERS = frozenset({"transform", "ranks", "writing"})
 
 

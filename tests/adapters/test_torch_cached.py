@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import os
 import pickle
 import shutil
 import signal
@@ -17,56 +15,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
 from helpers import flip_byte, in_child, segment_files, wait_until
-from nested import Pair, Scan
 from processes import METHODS, Child, Script, private_mounts, small_disk
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 import arrowcache as ac
+from arrowcache.cli.commands import run
+from arrowcache.explore import History, observe
+from arrowcache.explore.board import board_of
 from arrowcache.torch import CachedDataset, cached
-
-
-class Numbers(Dataset):
-    """Items 0 to length - 1; `log` gets a line for each that is made, in whichever process."""
-
-    def __init__(self, length, log=None, pause=0.0):
-        self.length, self.log, self.pause = length, log, pause
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        if self.log is not None:
-            with open(self.log, "a") as file:  # one write of a line: whole, also beside other processes'
-                file.write(f"{index}\n")
-        time.sleep(self.pause)
-        return {"x": torch.full((4, 64), float(index)), "y": index, "name": f"n{index}"}
-
-
-class Items(Dataset):
-    """The items of a list, whatever they are."""
-
-    def __init__(self, *items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]
-
-
-def made(log) -> Counter[int]:
-    """How often each item was made."""
-    return Counter(map(int, log.read_text().split())) if log.exists() else Counter()
-
-
-def check(batch) -> list[int]:
-    """The numbers of a batch whose items are what they should be."""
-    numbers = batch["y"].tolist()
-    assert torch.equal(batch["x"], batch["y"].float()[:, None, None].expand(-1, 4, 64))
-    assert batch["name"] == [f"n{number}" for number in numbers]
-    return numbers
 
 
 def epoch(train, **options) -> None:
@@ -86,50 +44,6 @@ def log(tmp_path):
 
 
 # items
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, Scan):
-        return same(one.image, other.image) and one.age == other.age
-    return bool(one == other)
-
-
-def pairs(make) -> list[Any]:
-    return [make(number) for number in range(3)]
-
-
-KINDS = {
-    "tensors": pairs(lambda n: torch.full((2, 3), float(n))),
-    "bfloat16": pairs(lambda n: torch.full((2,), n, dtype=torch.bfloat16)),
-    "complex": pairs(lambda n: torch.full((2,), complex(n, 1))),
-    "flags": pairs(lambda n: torch.tensor([n > 1, True])),
-    "tensors without dimensions": pairs(torch.tensor),
-    "arrays": pairs(lambda n: np.full((2, 3), n, np.int16)),
-    "scalars of NumPy": pairs(np.float32),
-    "ints": [2**60, 1, -5],
-    "floats": [0.1, float("inf"), -3.0],
-    "bools": [True, False, True],
-    "complex numbers": [1j, 2 + 0j, 3 + 1j],
-    "texts": ["", "a", "ä"],
-    "bytes": [b"", b"\0a", b"b"],
-    "moments": pairs(lambda n: dt.datetime(2026, 1, 1 + n, 12, 30)),  # noqa: DTZ001
-    "lists of numbers": pairs(lambda n: [n, n + 1]),
-    "tuples": pairs(lambda n: (torch.tensor([n]), n)),
-    "lists": pairs(lambda n: [torch.tensor([n]), "a"]),
-    "named tuples": pairs(lambda n: Pair(np.full(2, n), str(n))),
-    "dicts": pairs(lambda n: {"b": n, "a": (n, {"c": torch.tensor([n])})}),
-    "dataclasses": pairs(lambda n: Scan(torch.tensor([n]), n)),
-}
 
 
 @pytest.mark.parametrize("items", KINDS.values(), ids=KINDS)
@@ -379,15 +293,6 @@ def test_many_are_asked_for_at_once_where_the_dataset_can(path):
 # larger than the capacity
 
 
-def large(index):
-    return torch.full((32, 1024), float(index))  # 128 KiB
-
-
-class Large(Numbers):
-    def __getitem__(self, index):
-        return super().__getitem__(index) | {"x": large(index)}
-
-
 def test_what_is_in_stays_in(path, log):
     with cached(Large(100, log), path, capacity="8MiB") as train:
         for _ in range(3):
@@ -401,6 +306,20 @@ def test_what_is_in_stays_in(path, log):
         assert train.cache.stats().allocated_bytes <= 8 << 20
     again = sum(count - 1 for count in made(log).values())
     assert again <= 2 * (100 - stats.cached) + 8, "of what is not in, and the last part that found no room"
+
+
+def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys):
+    with cached(Numbers(5000), path, capacity="64MiB") as train:
+        train.__getitems__([*range(4000)])
+        says = f"cached {train.cached:,} of 5,000 items (80 %)"
+        assert train.cached == 4000
+        assert train.cache.stats().hit_rate == 0.8
+        assert says in str(train.cache)
+        history = History()
+        history.add(observe(path))
+        assert says in board_of(history)["fill"]["text"]
+        assert run(["info", str(path)]) == 0
+        assert says in capsys.readouterr().out
 
 
 def test_more_room_is_used_at_once(path):
@@ -429,19 +348,14 @@ def test_a_share_turns_over_between_epochs(path):
         assert train.turn_over() == 0, "it is not full"
         for index in range(100):
             train[index]
-        before, cached_before = {*_there(train)}, train.cached
+        before, cached_before = {*there(train)}, train.cached
         assert 12 <= train.turn_over() <= 18
         for index in reversed(range(100)):
             train[index]
         assert abs(train.cached - cached_before) <= 2
-        assert 8 <= len({*_there(train)} - before) <= 18
+        assert 8 <= len({*there(train)} - before) <= 18
     with cached(Large(100), path, capacity="8MiB") as train:
         assert train.turn_over() == 0, "nothing is to be replaced"
-
-
-def _there(train):
-    with train.cache.snapshot() as snapshot:
-        return snapshot.gather(range(len(snapshot)), ["_index"])["_index"].tolist()
 
 
 def test_an_item_larger_than_a_segment_is_made_each_time(path):
@@ -598,11 +512,10 @@ def test_a_damaged_segment_is_made_again(path, log):
 
 
 KILLED = """
-    import os, sys, time, torch
+    import sys, torch
     from torch.utils.data import DataLoader
     from arrowcache.torch import cached
-    sys.path.insert(0, os.environ["TESTS_OF_CACHED"])
-    from test_torch_cached import Large, check
+    from datasets_of_items import Large
 
     train = cached(Large(400, None, 0.0005), sys.argv[1], capacity="64MiB")
     print("begun", flush=True)
@@ -614,8 +527,7 @@ KILLED = """
 
 
 @pytest.mark.slow
-def test_kills_in_mid_epoch_lose_and_spoil_nothing_that_was_published(path, log, monkeypatch):
-    monkeypatch.setenv("TESTS_OF_CACHED", os.path.dirname(__file__))
+def test_kills_in_mid_epoch_lose_and_spoil_nothing_that_was_published(path):
     before: set[int] = set()
     for number in range(8):
         with Script(KILLED, path) as script:
@@ -623,7 +535,7 @@ def test_kills_in_mid_epoch_lose_and_spoil_nothing_that_was_published(path, log,
             time.sleep(0.05 + 0.15 * number)
             script.signal_group(signal.SIGKILL)
         with cached(Large(400), path, capacity="64MiB") as train:
-            now = {*_there(train)}
+            now = {*there(train)}
             assert before <= now
             before = now
             assert all(torch.equal(train[index]["x"], large(index)) for index in now)

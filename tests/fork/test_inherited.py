@@ -31,6 +31,7 @@ from helpers import (
     open_files,
     publish,
     published_ids,
+    read_counters,
     sample,
     seqs,
     worker_pids,
@@ -38,7 +39,7 @@ from helpers import (
 
 import arrowcache as ac
 from arrowcache.native import maps
-from arrowcache.storage.counters import COUNTERS_LINK, read_counters
+from arrowcache.storage.counters import COUNTERS_LINK
 from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.mapping import FileMapping

@@ -146,6 +146,27 @@ def test_the_recipe_of_finite_data_has_each_row_once(tmp_path, torch):
 
 
 @pytest.mark.slow
+def test_the_recipe_of_documents_has_each_token_once(tmp_path, torch):
+    begin = """
+    cache = ac.Cache.create("cache", ac.Schema({"tokens": ac.Ragged("int32")}), capacity="300MB")
+    with cache.writer() as writer:
+        for number in range(60):
+            writer.append(tokens=np.arange(1000 * number, 1000 * (number + 1), dtype=np.int32))
+    """
+    code = BLOCKS["Documents"][0].replace("...", "seen += labels[labels >= 0].tolist()")
+    out = run(
+        tmp_path, textwrap.dedent(begin), "seen = []", code,
+        then="""
+        firsts = [1000 * number for number in range(60)]
+        left_out = sorted({*range(60_000)} - {*seen})
+        print(len(seen) == len({*seen}), {*firsts} <= {*left_out}, len(left_out) < 200)
+        loader.close()
+        """,
+    )  # fmt: skip
+    assert out.split() == ["True"] * 3
+
+
+@pytest.mark.slow
 def test_the_recipe_of_a_cache_larger_than_memory_has_each_row_once(tmp_path, torch):
     begin = """
     cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)

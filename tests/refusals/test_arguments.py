@@ -19,6 +19,7 @@ from arrowcache.sampling.sources import Map, Mix
 NAN, INF = math.nan, math.inf
 RANKED = {"rank": 0, "world_size": 2, "run_id": "job"}
 TEXTS = ac.Schema({"x": ac.Tensor("int64"), "t": ac.String()})
+TOKENS = {"batch_size": None, "batch_tokens": 4096, "length_of": "id"}
 Refusal = tuple[dict[str, Any], type[Exception], str]
 
 
@@ -152,6 +153,17 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"workers": 1.5}, TypeError, "workers"),
             ({"workers": True}, ValueError, "workers"),
             ({"workers": 5000, "worker_type": "thread"}, ValueError, "workers=5000 must be .*at most 256"),
+            (TOKENS | {"batch_size": 16}, ValueError, "batch_tokens=4096 takes the place of batch_size=16"),
+            ({"length_of": "id"}, ValueError, "length_of='id' belongs to batch_tokens"),
+            (TOKENS | {"length_of": None}, ValueError, "batch_tokens needs length_of"),
+            (TOKENS | {"length_of": "ids"}, ValueError, "unknown column 'ids': did you mean 'id'"),
+            (TOKENS | {"length_of": ["id"]}, TypeError, "length_of must be the name of a column"),
+            (TOKENS | {"length_of": "image"}, ValueError, "length_of='image' is Tensor.*tells no length"),
+            (TOKENS | {"batch_tokens": 0}, ValueError, "batch_tokens=0 must be an int of at least 1"),
+            (TOKENS | {"batch_tokens": 1.5}, TypeError, "batch_tokens must be an int"),
+            (TOKENS | {"batch_tokens": 2**31}, ValueError, f"={2**31} must be .* at most {2**31 - 1}"),
+            (TOKENS | {"shuffle": "window"}, ValueError, "order of shuffle='window': pass 'rows' or None"),
+            (TOKENS | {"shuffle": "blocks"}, ValueError, "order of shuffle='blocks': pass 'rows' or None"),
             (
                 {"workers": 1, "transform": unpicklable},
                 TypeError,
@@ -167,6 +179,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"shuffle": "blocks", "batch_size": 5}, ValueError, "10 of 10 segments"),
             ({"shuffle": None, "batch_size": 32}, ValueError, "segment_rows"),
             ({"shuffle": None, "workers": 1}, ValueError, "worker processes copy"),
+            (TOKENS | {"shuffle": None}, ValueError, "batch_tokens gathers.*use batch_size"),
         ],
     ),
     "Loader.load_state_dict": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import arrowcache as ac
 import arrowcache.torch as at
 
-from .test_arguments import LOADERS, RUN_ALONE, Refusal, left, named
+from .test_arguments import LOADERS, RANKED, RUN_ALONE, TOKENS, Refusal, left, named
 
 
 def dataloader(held: Any, **options: Any) -> DataLoader[dict[str, Any]]:
@@ -36,20 +37,47 @@ def stock(held: Any, **options: Any) -> None:
     next(iter(DataLoader(at.CacheDataset(held), **{k: made.get(str(v), v) for k, v in options.items()})))
 
 
+DOCUMENTS = {
+    "tokens": ac.Ragged("int32"),
+    "points": ac.Ragged("int32", (3,)),
+    "position_ids": ac.Ragged("int32"),
+    "text": ac.String(),
+    "label": ac.Tensor("int64"),
+}
+
+
+def packed(_: Any, **options: Any) -> at.PackedLoader:
+    """Of a cache of its own, which has documents."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ac.Cache.create(f"{folder}/documents", ac.Schema(DOCUMENTS), "8MiB", "1MiB") as cache,
+    ):
+        given = {"source": cache, "column": "tokens", "length": 2048, "batch_size": 4}
+        return at.packed(**{**given, **options})
+
+
 def of_loaders(face: Callable[..., Any]) -> list[Refusal]:
     """Those whose arguments a face has, when it is made."""
     names = inspect.signature(face).parameters
     return [each for each in LOADERS if each is not RUN_ALONE and each[0].keys() <= names.keys()]
 
 
+#: Of rows, where `packed` has sequences.
+OF_ROWS = ({"epoch_rows": 15}, RANKED | {"epoch_rows": 31}, {"batch_size": 1024})
 INSTEAD = (TypeError, "EpochBatchSampler")
+BY_TOKENS: Refusal = (
+    TOKENS,
+    ValueError,
+    "batch_size rows alone: for batch_tokens take arrowcache.torch.Loader",
+)
 FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
     "Loader": (
         loader,
         [*of_loaders(at.Loader), ({"device": "cuda:99"}, ValueError, "'cpu'")],
     ),
     "iter(Loader)": (lambda held, **options: iter(loader(held, **options)), [RUN_ALONE]),
-    "CacheIterableDataset": (iterable, of_loaders(at.CacheIterableDataset)),
+    "CacheIterableDataset": (iterable, [*of_loaders(at.CacheIterableDataset), BY_TOKENS]),
+    "EpochBatchSampler": (lambda held, **options: at.EpochBatchSampler(held, **options), [BY_TOKENS]),
     "iter(CacheIterableDataset)": (lambda held, **options: iter(iterable(held, **options)), [RUN_ALONE]),
     "len(dataloader)": (lambda held, **options: len(dataloader(held, **options)), [RUN_ALONE]),
     "dataloader": (
@@ -63,6 +91,42 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"collate_fn": list}, TypeError, r"collate_fn cannot be given.*pass transform="),
         ],
     ),
+    "packed": (
+        packed,
+        [
+            *(each for each in of_loaders(at.packed) if each[0] not in OF_ROWS),
+            ({"column": "token"}, ValueError, "unknown column 'token': did you mean 'tokens'"),
+            ({"column": ["tokens"]}, TypeError, "column must be the name of one column"),
+            ({"column": None}, TypeError, "column must be the name of one column"),
+            ({"column": "points"}, ValueError, r"'points' is Ragged.*rows of numbers of any length"),
+            ({"column": "text"}, ValueError, r"'text' is String\(\), and documents are"),
+            ({"column": "label"}, ValueError, "'label' is Tensor"),
+            (
+                {"column": "position_ids"},
+                ValueError,
+                "'position_ids' has the name of what a batch has besides",
+            ),
+            ({"length": 0}, ValueError, "length=0 must be an int of at least 1"),
+            ({"length": 20.5}, TypeError, "length must be an int"),
+            ({"length": True}, ValueError, "length=True"),
+            ({"length": 2**25}, ValueError, f"length={2**25} must be an int of at most {2**24}"),
+            (
+                {"length": 2**24, "batch_size": 128},
+                ValueError,
+                f"at most {2**31 - 1} tokens.*lower one of them",
+            ),
+            ({"split": "no"}, TypeError, "split must be True or False, not 'no'"),
+            ({"shuffle": "blocks"}, ValueError, "shuffle='blocks' is unknown, or of no use to documents"),
+            ({"window_bytes": "1MiB"}, ValueError, "window_bytes belongs to shuffle='window'"),
+            ({"prefetch": 0}, ValueError, "prefetch"),
+            ({"device": "cuda:99"}, ValueError, "'cpu'"),
+            ({"transform": dict}, TypeError, r"packed\(\) has no argument 'transform': it takes where, rank"),
+            ({"columns": ["tokens"]}, TypeError, r"packed\(\) has no argument 'columns'"),
+            ({"drop_last": True}, TypeError, r"packed\(\) has no argument 'drop_last'"),
+            ({"source": 5}, TypeError, "expected a Cache or the path of one"),
+        ],
+    ),
+    "iter(packed)": (lambda held, **options: iter(packed(held, **options)), [RUN_ALONE]),
     "DataLoader": (
         stock,
         [

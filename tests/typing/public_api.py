@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import assert_type
 
 import arrowcache as ac
@@ -17,12 +17,16 @@ import arrowcache.jax
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.torch import (
     CacheDataset,
+    CachedLoader,
     CacheIterableDataset,
     DevicePrefetcher,
     EpochBatchSampler,
     Loader,
+    PackedLoader,
     PrefetcherStats,
+    cached,
     dataloader,
+    packed,
 )
 
 
@@ -97,6 +101,7 @@ def reading(cache: ac.Cache) -> None:
     for batch in loader:
         assert_type(batch, dict[str, Any])
     ac.Loader("path", 64)
+    ac.Loader("path", batch_tokens=16_384, length_of="tokens")
     ac.Loader(Path("path"), 64)
     assert_type(loader.steps, int | None)
     assert_type(loader.stats(), ac.LoaderStats)
@@ -155,9 +160,25 @@ def torch_adapters(cache: ac.Cache) -> None:
     spelled_out = DataLoader(dataset, batch_sampler=sampler, num_workers=4, persistent_workers=True)
     assert_type(spelled_out, DataLoader[dict[str, Any]])
     assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), DataLoader[dict[str, Any]])
+    train = cached(TensorDataset(torch.arange(3)), "path", capacity="1GB")
+    with CachedLoader(train, 64, collate_fn=list, workers=2) as batches:
+        batches.load_state_dict(batches.state_dict())
+        assert_type(len(batches), int)
+        assert_type(next(iter(batches)), Any)
     stream = CacheIterableDataset(Path("path"), 64, rank=0, world_size=2, run_id="job")
     stream.load_state_dict(stream.state_dict())
     assert_type(DataLoader(stream, batch_size=None), DataLoader[dict[str, Any]])
+
+
+def sequences(cache: ac.Cache) -> None:
+    loader = packed(cache, "tokens", 2048, batch_size=16, seed=1, split=False, shuffle="window", where=None)
+    assert_type(loader, PackedLoader)
+    for batch in loader:
+        assert_type(batch, dict[str, Any])
+    assert_type(loader.steps, int | None)
+    loader.load_state_dict(loader.state_dict(), missing="raise")
+    packed("path", "tokens", 2048, batch_size=16, device="cuda", rank=0, world_size=2, run_id="job").close()
+    packed(ac.Loader(cache, 64), "tokens", 2048, batch_size=16).close()
 
 
 def errors() -> None:
@@ -203,6 +224,8 @@ def mistakes(cache: ac.Cache) -> None:
     cache.writer(on_full=3)  # type: ignore[arg-type]
     ac.Loader()  # type: ignore[call-arg]
     ac.Loader(cache, 64, shufle="rows")  # type: ignore[call-arg]
+    packed(cache, "tokens", 2048)  # type: ignore[call-arg]
+    packed(cache, "tokens", 2048, batch_size=16, transform=dict)  # type: ignore[call-arg]
     ac.Tensor("float32", "shape")  # type: ignore[arg-type]
     cache.stats().rows = 3  # type: ignore[misc]
     cache.path = Path()  # type: ignore[misc]

@@ -47,7 +47,7 @@ class RemoteAssembly:
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter, memory: Memory = MEMORY) -> None:
         schema: Schema = store.settings.schema
         names, transform = options.names, options.transform
-        self._batch_size = options.batch_size
+        self._batch_size = options.most_rows
         self._meter = meter
         prefetch = _PREFETCHED if options.prefetch is None else options.prefetch
         in_flight = DEPTH * options.workers
@@ -64,7 +64,8 @@ class RemoteAssembly:
         if transform is not None:
             packed = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
         row_bytes = sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
-        are_together = transform is None and all(name in schema.fixed for name in names)
+        are_alike = all(name in schema.fixed for name in names) and options.budget is None
+        are_together = transform is None and are_alike
         batch_bytes = max(1, row_bytes * self._batch_size)
         self._most_batches = max(1, _PORTION_BYTES // batch_bytes) if are_together else 1  # of a portion
         self._wanted = prefetch + in_flight * self._most_batches

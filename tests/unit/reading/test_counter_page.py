@@ -9,14 +9,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import wait_until
+from helpers import read_counters, wait_until
 from processes import Child
 
 from arrowcache import Loader
 from arrowcache.reading import stats as stats_module
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, Meter
-from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters, read_counters
+from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters
 from arrowcache.storage.page import HEAD, read_page
 from arrowcache.torch import Loader as TorchLoader
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_rows import threads
 
-from arrowcache import Binary, Ragged, String
+from arrowcache import Binary, Ragged, Schema, String, Tensor
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
 from arrowcache.native.engine import CopiedColumn, copy_rows, read_rows
 from arrowcache.native.rows import SegmentRows
-from arrowcache.reading.gather import Gather, OutsideError, ValuesGather
+from arrowcache.reading.gather import Gather, Gatherer, OutsideError, ValuesGather
 
 TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
 WIDTH = 3
@@ -191,6 +191,18 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
             gather.take(0)
     gather.cancel()
     assert not copies
+
+
+def test_items_are_counted_without_being_read():
+    values = [b"abcdefgh", b"", b"abcd"]
+    segment = Segment(values=values, item_bytes=2)
+    schema = Schema({"fixed": Tensor("uint8", (WIDTH,)), "pairs": Ragged("uint16", (2,))})
+    gatherer = Gatherer(schema, segment.table)
+    assert gatherer.lengths(np.arange(3), "pairs", segment, str).tolist() == [2, 0, 1]
+    assert gatherer.lengths(np.arange(1, 3), "pairs", segment, str).tolist() == [0, 1]
+    segment.set_offset(2, 1)
+    with pytest.raises(CorruptSegmentError, match="offsets of column 'pairs' point out of their file"):
+        gatherer.lengths(np.arange(3), "pairs", segment, str)
 
 
 def test_a_text_that_is_none_is_found():

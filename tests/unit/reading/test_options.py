@@ -9,10 +9,11 @@ import pytest
 
 import arrowcache as ac
 from arrowcache.reading.options import EpochArguments, LoaderArguments, LoaderOptions
-from arrowcache.torch import CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+from arrowcache.torch import CacheIterableDataset, EpochBatchSampler, Loader, dataloader, packed
+from arrowcache.torch.packed_loader import PackedArguments
 
 SPELLED_OUT = inspect.signature(ac.Loader).parameters
-OWN = {"cache", "batch_size", "device", "num_workers", "options"}
+OWN = {"cache", "batch_size", "device", "num_workers", "options", "source", "column", "length", "split"}
 
 
 def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
@@ -20,7 +21,7 @@ def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
         name: each.default for name, each in SPELLED_OUT.items() if name not in ("cache", "batch_size")
     }
     defaults = {field.name: field.default for field in fields(LoaderOptions) if field.init}
-    assert defaults == arguments | {"batch_size": 64, "may_view": True}
+    assert defaults == arguments | {"batch_size": None, "may_view": True, "packing": None}
     assert {*LoaderArguments.__annotations__} == {*arguments}
 
 
@@ -31,6 +32,7 @@ def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
         (EpochBatchSampler, EpochArguments),
         (CacheIterableDataset, EpochArguments),
         (dataloader, EpochArguments),
+        (packed, PackedArguments),
     ],
 )
 def test_a_face_shows_each_argument_with_the_default_of_the_loader(face, arguments):

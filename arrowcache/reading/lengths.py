@@ -1,0 +1,76 @@
+"""Lengths: the length of each row of a snapshot, as one column tells it.
+
+Each segment is read once: of a ragged column the offsets, which are 4 bytes a row, else the column itself.
+The lengths of the last snapshot's segments are kept, 4 bytes a row. A row that is too long is an error that
+names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.reading.budget import Budget
+from arrowcache.reading.snapshot import Snapshot
+
+_ROWS_AT_ONCE = 1 << 20
+
+
+class Lengths:
+    """The lengths of the rows of one loader's snapshots. One thread at a time asks."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._known: dict[int, NDArray[np.int32]] = {}  # by the segment's seq
+
+    def of(self, snapshot: Snapshot) -> NDArray[np.int32]:
+        """Return the lengths of a snapshot's rows: (rows,), at least 1: an empty row counts as 1.
+
+        Blocks: while those of new segments come from the disk.
+        Raises: ValueError: a row is longer than the budget, or its length is negative. As `Snapshot.gather`.
+        """
+        known = {seq: self._known[seq] for seq in snapshot.seqs.tolist() if seq in self._known}
+        for segments in self._new(snapshot, known):
+            first, last = snapshot.rows_before(segments.start), snapshot.rows_before(segments.stop)
+            lengths = self._checked(snapshot, first, snapshot.lengths(first, last, self._budget.column))
+            for index in segments:
+                start, stop = snapshot.rows_before(index) - first, snapshot.rows_before(index + 1) - first
+                known[snapshot.segments[index].seq] = lengths[start:stop]
+        self._known = known
+        return np.concatenate([np.empty(0, np.int32), *[known[seq] for seq in snapshot.seqs.tolist()]])
+
+    def _new(self, snapshot: Snapshot, known: dict[int, NDArray[np.int32]]) -> Iterator[range]:
+        """Yield runs of segments whose lengths are not known, to be read at once."""
+        first = 0
+        for index, segment in enumerate(snapshot.segments):
+            is_known = segment.seq in known
+            if is_known or snapshot.rows_before(index) - snapshot.rows_before(first) >= _ROWS_AT_ONCE:
+                if index > first:
+                    yield range(first, index)
+                first = index + is_known
+        if first < len(snapshot.segments):
+            yield range(first, len(snapshot.segments))
+
+    def _checked(
+        self, snapshot: Snapshot, first: int, lengths: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int32]:
+        tokens, column = self._budget
+        if (lengths < 0).any():
+            row = _named(snapshot, first + int(lengths.argmin()))
+            raise ValueError(f"{row} has length {lengths.min()} in {column!r}: a length is at least 0")
+        if (lengths > tokens).any():
+            row = _named(snapshot, first + int(lengths.argmax()))
+            raise ValueError(
+                f"{row} has length {lengths.max()} in {column!r}, more than batch_tokens={tokens}: raise "
+                "batch_tokens, have samplers cut such rows, or leave the segment out with `where`"
+            )
+        counted: NDArray[np.int32] = np.maximum(lengths, 1).astype(np.int32)
+        return counted
+
+
+def _named(snapshot: Snapshot, row: int) -> str:
+    found = snapshot.locate(np.array([row]))
+    return f"row {found['_row'][0]} of segment {found['_seq'][0]}"

@@ -1,0 +1,224 @@
+"""CachedEpoch: one pass over the items of a CachedDataset, batch by batch. Its consumer drives it.
+
+Batches whose items are all in the cache are gathered here, some ahead, each by one job into a slot: no Python
+touches an item. Where items are missing, worker processes (makers.py) make the batches, in the same order;
+without workers this process makes them. It has no thread.
+
+Guarantees: each batch is that of its place in the order, whoever made it; a batch that is kept is never
+overwritten; whoever ends it, nothing of it is under way afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.errors import CorruptSegmentError
+from arrowcache.lifetimes import Origin
+from arrowcache.read_through.begun import Begun
+from arrowcache.reading.gather import abandon
+from arrowcache.reading.order import EpochOrder
+from arrowcache.reading.plan import Plan
+from arrowcache.reading.portion import ReadyBatch
+from arrowcache.reading.slots import Slots
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.values import ColumnData, column_bytes
+from arrowcache.torch.cached_dataset import CachedDataset
+from arrowcache.torch.collation import batch_of
+from arrowcache.torch.makers import Collate, Makers, made_batch
+from arrowcache.torch.structure import take_apart
+
+
+class CachedEpoch:
+    """The batches of an epoch, as `iterator.Stream`. One thread at a time takes batches.
+
+    Args:
+        plan: the epoch, from a position on.
+        order: this rank's steps of it.
+        slots: lends memory for batches that are gathered here. None: all batches are made item by item.
+        prefetch: batches to have under way here beside the next one. None means as many as usual.
+        collate: as of `made_batch`.
+        makers: make the batches. None: this process does.
+    """
+
+    def __init__(
+        self,
+        train: CachedDataset,
+        plan: Plan,
+        order: EpochOrder,
+        slots: Slots | None,
+        prefetch: int | None,
+        collate: Collate | None,
+        makers: Makers | None,
+        meter: Meter,
+    ) -> None:
+        self._train, self.plan, self.order = train, plan, order
+        self._slots, self._prefetch, self._collate = slots, prefetch, collate
+        self._makers, self._meter, self._waiting = makers, meter, meter.waiting()
+        self._origin = Origin()
+        self._under_way: deque[tuple[NDArray[np.int64], Begun | None]] = deque()
+        self._begun = self._taken = self.delivered = 0  # steps
+        self._batch_bytes = 1  # of the last batch
+        self.was_asked = self.has_stopped = self.has_ended = False
+        self._because: str | None = None
+        meter.begin_run(self)
+        meter.begin_epoch()
+        if makers is not None:
+            with self._waiting, meter.stage("start"):
+                makers.begin(self._batches_from)
+
+    def _batches_from(self, step: int) -> Iterator[NDArray[np.int64]]:
+        return (self._indices(each) for each in range(step, self.order.steps))
+
+    def _indices(self, step: int) -> NDArray[np.int64]:
+        return self.order.batches(step, step + 1)
+
+    def rest(self) -> Plan:
+        """Return the part that was not delivered yet."""
+        return self.plan.at(self.order.position_after(self.delivered))
+
+    # as a stream
+
+    def require_own(self) -> None:
+        """Raises: ValueError: this process was forked from the one that makes the batches."""
+        self._origin.require("this epoch", "iterate anew here")
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the time inside as the consumer's wait for a batch."""
+        self.was_asked = True
+        return self._waiting
+
+    def take(self, timeout_seconds: float | None = None) -> ReadyBatch | None:  # noqa: ARG002
+        """Return the next batch, or None at the end, where all that was made is published.
+
+        Raises: what the dataset inside, its transform or the collate function raise. WorkerError.
+        """
+        self.require_own()
+        if self.has_ended:
+            return None
+        if self._taken == self.order.steps:
+            if self._makers is not None:
+                self._makers.rest()
+            self._train.rest_if_it_turns_over()
+            return None
+        made = self._made_here() if self._makers is None else self._made_by(self._makers)
+        self._taken += 1
+        self._batch_bytes = max(1, made.nbytes)
+        return made
+
+    def is_ready(self) -> bool:
+        """True if `take` would return at once, as far as is known."""
+        if self._makers is not None or self.has_ended or self._taken == self.order.steps:
+            return True
+        with suppress(CorruptSegmentError, OSError):  # which `take` finds, too
+            self._begin_ahead()
+            begun = self._under_way[0][1]
+            return begun is None or begun.is_ready()
+        return True
+
+    def deliver(self, made: ReadyBatch | None) -> None:
+        """Count a batch that the consumer gets now, or, with None, the end.
+
+        Raises: StopIteration: it has ended. RuntimeError: a newer one began, or a state was loaded.
+        """
+        if made is None or self.has_ended:
+            if self._because is not None:
+                raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
+            self.has_stopped = True
+            self.close()
+            raise StopIteration
+        self.delivered += 1
+        self._meter.deliver(made)
+
+    def fail(self) -> None:
+        """End it, as the consumer gets an error in place of a batch."""
+        self.close()
+
+    def drop(self) -> None:
+        """End it, as its consumer is gone."""
+        self.has_stopped = True
+        self.close()
+
+    def close(self, because: str | None = None) -> None:
+        """End it: no more batches are made. Idempotent. Does not wait.
+
+        Args:
+            because: its consumer gets this reason in place of a StopIteration.
+        """
+        if not self.has_ended:
+            self._because = because
+        self.has_ended = True
+        self._meter.end_run(self)
+        if not self._origin.is_here:
+            return
+        if self._makers is not None and self._taken < self.order.steps:
+            self._makers.stop()
+        while self._under_way:
+            begun = self._under_way[0][1]
+            if begun is not None:
+                abandon(begun)
+            self._under_way.popleft()
+
+    # batches
+
+    def _made_here(self) -> ReadyBatch:
+        self._begin_ahead()
+        indices, begun = self._under_way[0]
+        made = None if begun is None else self._gathered(begun)
+        if made is None:
+            with self._meter.stage("transform"):
+                made = _whole(made_batch(self._train, indices, self._collate), len(indices))
+        self._under_way.popleft()  # now: where Ctrl-C came before, `close` ends it
+        return made
+
+    def _begin_ahead(self) -> None:
+        ahead = self._prefetch
+        if ahead is None:
+            reader = self._train.reader_here()
+            size = self.order.batch_size
+            ahead = 0 if reader is None else reader.temperature.batches_ahead(size, self._batch_bytes)
+        while self._begun < self.order.steps and len(self._under_way) <= ahead:
+            indices = self._indices(self._begun)
+            self._under_way.append((indices, self._begin(indices)))
+            self._begun += 1
+
+    def _begin(self, indices: NDArray[np.int64]) -> Begun | None:
+        reader = None if self._slots is None else self._train.reader_here()
+        return None if reader is None or self._slots is None else reader.begin(indices, self._slots)
+
+    def _gathered(self, begun: Begun) -> ReadyBatch | None:
+        """Return a batch of items that are in the cache. None: they cannot be read after all."""
+        started = self._meter.enter("gather")
+        try:
+            columns: dict[str, ColumnData] = begun.columns()
+        except (CorruptSegmentError, OSError):
+            return None
+        finally:
+            self._meter.leave({"gather": time.perf_counter() - started})
+        nbytes = sum(map(column_bytes, columns.values()))
+        batch = batch_of(self._train.form, columns)
+        return ReadyBatch(batch, begun.rows, nbytes, nbytes, begun.published, None)
+
+    def _made_by(self, makers: Makers) -> ReadyBatch:
+        with self._meter.stage("transform"):
+            answer = makers.next()
+        indices = self._indices(self._taken)
+        if answer is not None:
+            return _whole(answer[0], len(indices))
+        begun = self._begin(indices)
+        made = None if begun is None else self._gathered(begun)
+        return made or _whole(made_batch(self._train, indices, self._collate), len(indices))
+
+
+def _whole(batch: Any, rows: int) -> ReadyBatch:
+    """A batch that was made of items, which count as published now."""
+    leaves: list[Any] = []
+    take_apart(batch, leaves)
+    nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+    return ReadyBatch(batch, rows, nbytes, nbytes, time.time(), None)

@@ -1,0 +1,255 @@
+"""Makers: worker processes that make the missing items of a CachedDataset.
+
+They are those of a stock DataLoader, so that a dataset finds what it is used to: a forked copy of this
+process, `get_worker_info`, seeds. The process that trains asks for one batch after another. A worker that
+finds all items of a batch in the cache says so, and no more: the process that trains gathers them itself.
+Else it makes what is missing, publishes it, and sends the whole batch in memory without a name.
+
+Guarantees: batches come in order; a worker that dies is replaced, and its batches are made again, up to some
+deaths at one batch; who asks for another epoch, or closes this, waits for one item of each worker, not for
+batches; at the end of an epoch each worker has published what it made, and leases nothing. Workers do not see
+Ctrl-C, and end with this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.sharedctypes import RawValue
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader, Dataset
+
+from arrowcache.errors import WorkerError, warn
+from arrowcache.lifetimes import Origin, shielded
+from arrowcache.pickling import pickled, unpickled
+from arrowcache.torch.cached_dataset import CachedDataset, Unwanted
+from arrowcache.torch.collation import batch_of, columns_of
+from arrowcache.torch.parent_watch import ParentWatch
+from arrowcache.torch.transport import RECEIVING, Result, failure
+
+Collate = Callable[[list[Any]], Any]
+Batches = Callable[[int], Iterator[NDArray[np.int64]]]
+"""Returns the indices of each batch of an epoch, from a step on."""
+
+_MOST_DEATHS = 3  # at one batch
+_DIED = "DataLoader worker (pid"  # so torch's error begins; one of the dataset begins otherwise
+_LOST = (
+    ConnectionError,
+    EOFError,
+    FileNotFoundError,
+)  # of a message whose sender died before it was received
+
+
+def made_batch(
+    train: CachedDataset,
+    indices: NDArray[np.int64],
+    collate: Collate | None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Any:
+    """Return a batch of items (n,), each read or made by this process.
+
+    Args:
+        collate: called with the items, after the dataset's transform. None puts their columns together.
+        is_wanted: asked before each item is made.
+    Raises: Unwanted. What the dataset, its transform or `collate` raise. SchemaError: an item does not fit.
+    """
+    items = train.items_of(indices, is_wanted)
+    if collate is None:
+        return batch_of(train.form, columns_of(train.form, items, indices))
+    return collate(train.transformed(items))
+
+
+class _Request(NamedTuple):
+    """A batch of an epoch to make. Indices of None: publish what was made, and end the lease."""
+
+    epoch: int
+    indices: NDArray[np.int64] | None
+
+
+class _Requests:
+    """The batch sampler: the requests of the epoch that began last, then one to rest for each worker."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._epoch = 0
+        self._batches: Callable[[], Iterator[NDArray[np.int64]]] = lambda: iter(())
+
+    def begin(self, epoch: int, batches: Callable[[], Iterator[NDArray[np.int64]]]) -> None:
+        self._epoch, self._batches = epoch, batches
+
+    def __iter__(self) -> Iterator[_Request]:
+        for indices in self._batches():
+            yield _Request(self._epoch, indices)
+        for _ in range(self._workers):  # the DataLoader asks its workers in turn
+            yield _Request(self._epoch, None)
+
+
+class _Making(Dataset[Any]):
+    """The dataset of the DataLoader: it answers a request in a worker.
+
+    Args:
+        wanted: number of the epoch whose batches are wanted, in memory that all processes share.
+    """
+
+    def __init__(self, train: CachedDataset, collate: Collate | None, wanted: Any) -> None:
+        self._train, self._collate, self._wanted = train, collate, wanted
+
+    def __getitem__(self, request: _Request) -> Any:
+        return self.__getitems__(request)
+
+    def __getitems__(self, request: _Request) -> Result | None:
+        """Return None where there is nothing to send, else a message that becomes (batch,)."""
+        epoch, indices = request
+        if self._wanted.value != epoch:
+            return None
+        try:
+            if indices is None:
+                self._train.rest()
+                return None
+            if self._collate is None and self._train.has(indices):
+                return None
+            return Result((made_batch(self._train, indices, self._collate, self._is_wanted(epoch)),))
+        except Unwanted:
+            return None
+        except Exception:  # noqa: BLE001  # travels as torch's own do
+            return Result(failure("in a loader's worker process"))
+
+    def _is_wanted(self, epoch: int) -> Callable[[], bool]:
+        return lambda: bool(self._wanted.value == epoch)
+
+    def __reduce__(self) -> tuple[Callable[..., _Making], tuple[Any, ...]]:
+        collate = self._collate
+        functions = None if collate is None else pickled(collate, "collate_fn", "use forked workers")
+        return _unpickled, (self._train, functions, self._wanted)
+
+
+def _unpickled(train: CachedDataset, collate: bytes | None, wanted: Any) -> _Making:
+    return _Making(train, None if collate is None else unpickled(collate), wanted)
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+class Makers:
+    """The worker processes of one loader. They start with its first epoch that needs them, and live on.
+
+    Args:
+        workers: number of processes; at least 1.
+        collate: as of `made_batch`.
+    """
+
+    def __init__(self, train: CachedDataset, workers: int, collate: Collate | None) -> None:
+        self._wanted = RawValue("q", 0)
+        self._requests = _Requests(workers)
+        self._making = _Making(train, collate, self._wanted)
+        self._workers = workers
+        self._loader: DataLoader[Any] | None = None
+        self._answers: Iterator[Any] = iter(())
+        self._batches: Batches = lambda _: iter(())
+        self._epoch = self._given = self._deaths = 0
+        self._is_whole = False  # nothing interrupted what the processes have to say
+        self._origin = Origin()
+
+    def begin(self, batches: Batches) -> None:
+        """Have an epoch's batches made. Those of the one before are not made any more.
+
+        Blocks: while processes start, or until each has made the item that it is at.
+        """
+        self._epoch += 1
+        self._wanted.value = self._epoch
+        self._batches, self._given, self._deaths = batches, 0, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._is_whole:
+            self._end()
+        first = self._given
+        self._requests.begin(self._epoch, lambda: self._batches(first))
+        is_whole, self._is_whole = self._is_whole, False
+        if is_whole and self._loader is not None:
+            self._answers = iter(self._loader)
+        else:
+            self._loader = DataLoader(
+                self._making,
+                batch_sampler=self._requests,  # type: ignore[arg-type]  # of requests
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                persistent_workers=True,
+                worker_init_fn=ParentWatch(),
+            )
+            with shielded():
+                self._answers = iter(self._loader)
+                _supervise(self._answers)
+        self._is_whole = True
+
+    def next(self) -> tuple[Any] | None:
+        """Return the next batch, as a tuple of one. None: its items are in the cache.
+
+        Blocks: until it is made.
+        Raises: what the dataset raises. WorkerError: worker processes die, again and again.
+        """
+        while True:
+            self._is_whole = False
+            try:
+                answer: tuple[Any] | None = next(self._answers)
+            except Exception as error:
+                if not _is_death(error):
+                    self._is_whole = True
+                    raise
+                self._deaths += 1
+                if self._deaths > _MOST_DEATHS:
+                    raise WorkerError(
+                        f"{_first_line(error)}, as did {_MOST_DEATHS} before it at this batch: look for "
+                        "what kills it, such as a lack of memory, or pass workers=0"
+                    ) from None
+                warn(f"{_first_line(error)}: others make its items")
+                self._begin()
+            else:
+                self._is_whole, self._deaths, self._given = True, 0, self._given + 1
+                return answer
+
+    def rest(self) -> None:
+        """Wait until all have published what they made, after the last batch."""
+        with suppress(StopIteration):
+            while True:
+                self.next()
+
+    def stop(self) -> None:
+        """Have no more batches made; those at work end after an item. Does not wait."""
+        self._wanted.value = 0
+
+    def close(self) -> None:
+        """End the processes, each after an item. Blocks: at most some seconds. Idempotent."""
+        self.stop()
+        if self._origin.is_here:
+            self._end()
+
+    def _end(self) -> None:
+        answers, self._answers, self._loader, self._is_whole = self._answers, iter(()), None, False
+        if hasattr(answers, "_shutdown_workers"):
+            answers._shutdown_workers()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].removesuffix(".")
+
+
+def _is_death(error: Exception) -> bool:
+    if isinstance(error, _LOST):
+        return RECEIVING in str(error)
+    return isinstance(error, RuntimeError) and str(error).startswith(_DIED)
+
+
+def _supervise(answers: Any) -> None:
+    """Keep a worker's death from raising anywhere in the main thread, as in the user's training step.
+
+    torch raises it there from a handler of SIGCHLD. `next` finds it, too.
+    """
+    if getattr(answers, "_worker_pids_set", False):
+        _remove_worker_pids(id(answers))
+        answers._worker_pids_set = False

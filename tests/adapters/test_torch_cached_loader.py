@@ -1,0 +1,530 @@
+"""A loader of a cached dataset: the batches of a stock DataLoader, each item once an epoch."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from multiprocessing import active_children
+
+import numpy as np
+import pytest
+import torch
+from datasets_of_items import KINDS, Items, Large, Numbers, check, made, pairs, same, there
+from helpers import flip_byte, in_child, segment_files, wait_until
+from interruptions import interruptions, library
+from nested import Scan
+from processes import METHODS, Script
+from torch.utils.data import DataLoader, get_worker_info
+
+import arrowcache as ac
+from arrowcache.torch import CachedLoader, Loader, cached
+
+LENGTH = 95
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def train(path):
+    """Of 95 items, all in the cache."""
+    with cached(Numbers(LENGTH), path, capacity="64MiB") as train:
+        train.__getitems__([*range(LENGTH)])
+        train.rest()
+        yield train
+
+
+def numbers(batches):
+    return [check(batch) for batch in batches]
+
+
+def flat(batches):
+    return [*itertools.chain.from_iterable(numbers(batches))]
+
+
+# batches
+
+
+def collates(items):
+    try:
+        torch.utils.data.default_collate(items)
+    except TypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_that_of_a_dataloader_whether_its_items_are_made_or_read(path, kind):
+    items = KINDS[kind]
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        loader = Loader(train, 3, shuffle=False, workers=0)
+        batches = [batch for _ in range(2) for batch in loader]
+        assert train.stats().made == 2, "the first was made by `cached`"
+        loader.close()
+        stock = next(iter(DataLoader(train, 3))) if collates(items) else None
+    assert len(batches) == 2
+    assert same(*batches)
+    if stock is not None:
+        assert same(batches[0], stock)
+
+
+def test_what_a_dataloader_refuses_comes_as_a_loader_gives_it(path):
+    Image = pytest.importorskip("PIL.Image")
+    items = pairs(
+        lambda n: {
+            "scan": Scan(torch.tensor([n]), n),
+            "number": complex(n, 1),
+            "image": Image.fromarray(np.full((2, 3, 3), n, np.uint8)),
+            "tokens": torch.arange(n),
+        }
+    )
+    with cached(Items(*items), path, capacity="16MiB", schema={"tokens": ac.Ragged("int64")}) as train:
+        loader = Loader(train, 3, shuffle=False, workers=0)
+        for batch in itertools.chain(loader, loader):
+            assert same(batch["scan"], Scan(torch.tensor([[0], [1], [2]]), torch.tensor([0, 1, 2])))
+            assert same(batch["number"], torch.tensor([1j, 1 + 1j, 2 + 1j], dtype=torch.complex128))
+            assert batch["image"].shape == (3, 2, 3, 3)
+            assert batch["image"][:, 0, 0, 0].tolist() == [0, 1, 2]
+            assert [row.tolist() for row in batch["tokens"].unbind()] == [[], [0], [0, 1]]
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transform_and_a_collate_function_do_what_they_do_in_a_dataloader(path, workers):
+    def transform(item):
+        return item["y"], get_worker_info() is not None
+
+    with cached(Numbers(20), path, capacity="16MiB", transform=transform) as train:
+        with Loader(train, 8, shuffle=False, workers=workers) as loader:
+            for _ in range(2):
+                batches = [*loader]
+                assert [y.tolist() for y, _ in batches] == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+                assert all(flag.tolist() == [workers > 0] * len(flag) for _, flag in batches)
+        with Loader(train, 8, workers=workers, collate_fn=lambda items: {y for y, _ in items}) as loader:
+            assert sorted(itertools.chain.from_iterable(loader)) == [*range(20)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_item_comes_once_an_epoch_in_an_order_of_its_own_and_is_made_once(path, log, workers):
+    with cached(Numbers(LENGTH, log), path, capacity="64MiB") as train:
+        loader = Loader(train, 10, workers=workers)
+        assert len(loader) == loader.steps == 10
+        epochs = [flat(loader) for _ in range(3)]
+        assert train.cached == LENGTH
+        assert not active_children(), "nothing is missing, so no worker is there any more"
+        loader.close()
+    assert all(sorted(epoch) == [*range(LENGTH)] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    assert made(log) == Counter(range(LENGTH))
+
+
+def test_the_order_is_that_of_seed_and_epoch_wherever_items_lie(path, tmp_path, train):
+    with cached(Numbers(LENGTH), tmp_path / "other", capacity="64MiB") as other:
+        other.__getitems__([*range(50, LENGTH)])
+        one, two = Loader(train, 10, seed=3), Loader(other, 10, seed=3, workers=0)
+        assert [flat(one), flat(one)] == [flat(two), flat(two)]
+        assert flat(Loader(train, 10, seed=4)) != flat(Loader(train, 10, seed=3))
+        assert flat(Loader(train, 10, shuffle=None)) == flat(DataLoader(train, 10))
+
+
+def test_the_last_batch_is_short_or_left_out(train):
+    assert list(map(len, numbers(Loader(train, 30)))) == [30, 30, 30, 5]
+    loader = Loader(train, 30, drop_last=True)
+    assert list(map(len, numbers(loader))) == [30] * 3
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 8), (True, 7)])
+def test_ranks_share_an_epoch_in_equally_many_steps(train, drop_last, steps):
+    loaders = [Loader(train, 6, drop_last=drop_last, rank=rank, world_size=2) for rank in range(2)]
+    for _ in range(2):
+        one, two = map(flat, loaders)
+        assert len(one) == len(two) == 6 * steps
+        assert len({*one, *two}) == min(LENGTH, 12 * steps)
+        assert [len(loader) for loader in loaders] == [steps] * 2
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_into_the_capacity_is_made_in_its_place(path, log):
+    with cached(Large(100, log), path, capacity="8MiB") as train, Loader(train, 8, workers=2) as loader:
+        for _ in range(3):
+            seen = []
+            for batch in loader:
+                assert torch.equal(batch["x"], batch["y"].float()[:, None, None].expand(-1, 32, 1024))
+                seen += batch["y"].tolist()
+            assert sorted(seen) == [*range(100)]
+        assert 50 <= train.cached < 64
+        assert loader.stats().rows == 300
+
+
+def test_a_share_turns_over_between_its_epochs(path):
+    with cached(Large(100), path, capacity="8MiB", replace=0.25) as train:
+        loader = Loader(train, 8, workers=0)
+        found = []
+        for _ in range(2):
+            for _ in loader:
+                pass
+            found.append({*there(train)})
+        assert 3 <= len(found[1] - found[0]) <= 18
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_is_kept_is_never_overwritten(path, workers):
+    with cached(Numbers(60), path, capacity="16MiB") as train, Loader(train, 4, workers=workers) as loader:
+        kept = [batch for _ in range(4) for batch in loader]
+        assert all(map(check, kept))
+        kept[20]["x"].fill_(-1)
+        assert all(map(check, kept[:20] + kept[21:]))
+
+
+# an epoch that ends
+
+
+def stops(loader, count):
+    """The items of the first batches of an epoch that is left."""
+    return flat(itertools.islice(loader, count))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_resumed_epoch_has_the_rest_whatever_the_batch_size_and_the_ranks(train, count, shuffle):
+    loader = Loader(train, 10, seed=1, shuffle=shuffle)
+    flat(loader)
+    first = stops(loader, count)
+    file = io.BytesIO()
+    torch.save(loader.state_dict(), file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    again = Loader(train, 7, seed=9)
+    again.load_state_dict(state)
+    assert first + flat(again) == flat_of_epoch(train, 1, seed=1, shuffle=shuffle)
+    assert again.state_dict()["epoch"] == 2
+
+
+def flat_of_epoch(train, number, **options):
+    loader = Loader(train, 10, **options)
+    return [flat(loader) for _ in range(number + 1)][-1]
+
+
+def test_a_state_of_another_dataset_is_refused(train, path, tmp_path):
+    with cached(Numbers(7), tmp_path / "other", capacity="16MiB") as other:
+        state = Loader(other, 10).state_dict()
+    with pytest.raises(ValueError, match="the state is of 7 rows, and the dataset has 95 items"):
+        Loader(train, 10).load_state_dict(state)
+    with pytest.raises(ValueError, match="not a state"):
+        Loader(train, 10).load_state_dict({})
+
+
+def test_a_newer_epoch_ends_the_one_before_with_an_error(train):
+    loader = Loader(train, 10)
+    older = iter(loader)
+    next(older)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="a newer one began"):
+        next(older)
+
+
+def test_an_epoch_nobody_asked_is_begun_again(train):
+    loader = Loader(train, 10)
+    iter(loader)
+    assert flat(loader) == flat_of_epoch(train, 0)
+
+
+def test_nothing_is_left_after_close(path):
+    threads = threading.active_count()
+    with cached(Numbers(200, pause=0.02), path, capacity="16MiB") as train:
+        loader = Loader(train, 50, workers=2)
+        began = time.monotonic()
+        next(iter(loader))
+        assert active_children()
+        loader.close()
+        loader.close()
+        assert time.monotonic() - began < 5, "a worker ends after an item, not after its batches"
+        assert not active_children()
+        wait_until(lambda: threading.active_count() == threads, "the last thread to end")
+        with pytest.raises(ValueError, match="the loader is closed"):
+            iter(loader)
+        assert train.cached > 50, "what was made is published"
+        assert train[3]["y"] == 3
+
+
+def test_an_epoch_that_is_left_is_not_made_to_its_end(path, log):
+    with cached(Numbers(200, log, pause=0.01), path, capacity="16MiB") as train:
+        with Loader(train, 20, workers=2) as loader:
+            next(iter(loader))
+            assert len(flat(loader)) == 200
+        assert train.cached == 200
+    assert made(log) == Counter(range(200))
+
+
+def test_an_error_of_the_dataset_is_the_users_and_ends_the_epoch(path):
+    flag = path.parent / "no network"
+    flag.touch()
+
+    class Fails(Numbers):
+        def __getitem__(self, index):
+            if index == 33 and flag.exists():
+                raise LookupError("no network")
+            return super().__getitem__(index)
+
+    with cached(Fails(50), path, capacity="16MiB") as train:
+        for workers in (0, 2):
+            with Loader(train, 10, shuffle=False, workers=workers) as loader:
+                batches = iter(loader)
+                assert [check(next(batches)) for _ in range(3)] == [[*range(n, n + 10)] for n in (0, 10, 20)]
+                with pytest.raises(LookupError, match="no network"):
+                    next(batches)
+                with pytest.raises(StopIteration):
+                    next(batches)
+                if workers:
+                    flag.unlink()
+                    assert flat(loader) == [*range(50)]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced(path, tmp_path):
+    flag = tmp_path / "killed"
+
+    class Dies(Numbers):
+        def __getitem__(self, index):
+            if index == 33 and not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    with cached(Dies(50), path, capacity="16MiB") as train, Loader(train, 10, workers=2) as loader:
+        with pytest.warns(RuntimeWarning, match="others make its items"):
+            assert sorted(flat(loader)) == [*range(50)]
+        assert train.cached >= 30, "what the worker had not yet published is lost"
+
+
+@pytest.mark.slow
+def test_a_batch_that_kills_its_workers_is_an_error(path):
+    class Kills(Numbers):
+        def __getitem__(self, index):
+            if index == 33:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    with (
+        cached(Kills(50), path, capacity="16MiB") as train,
+        Loader(train, 10, workers=1) as loader,
+        pytest.warns(RuntimeWarning, match="others make its items"),
+        pytest.raises(ac.WorkerError, match="as did 3 before it at this batch"),
+    ):
+        flat(loader)
+
+
+INTERRUPTED = """
+    import sys
+    from arrowcache.torch import Loader, cached
+    from datasets_of_items import Numbers, check
+
+    train = cached(Numbers(300, None, 0.01), sys.argv[1], capacity="16MiB")
+    loader = Loader(train, 10, workers=2)
+    seen = []
+    try:
+        for batch in loader:
+            seen += check(batch)
+            print("at work", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    assert sorted([number for batch in loader for number in check(batch)]) == list(range(300))
+    print("all", flush=True)
+    loader.close()
+    train.close()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_epoch_and_the_next_one_has_all(path):
+    with Script(INTERRUPTED, path) as script:
+        assert script.line() == "at work"
+        script.signal_group(signal.SIGINT)
+        while (said := script.line()) == "at work":
+            pass
+        assert said == "interrupted"
+        assert script.line() == "all"
+        assert script.end() == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # it came in a destructor
+@pytest.mark.filterwarnings("ignore:a snapshot was not closed", "ignore:a writer with")
+@pytest.mark.parametrize("there", [True, False])
+def test_after_ctrl_c_at_any_step_all_goes_on(path, monkeypatch, there):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps what was dropped
+    for number, interruption in enumerate(
+        interruptions(100, library, every=7 if there else 70, finalizers=True)
+    ):
+        folder = path.with_name("there" if there else str(number))
+        with cached(Numbers(40), folder, capacity="64MiB") as train:
+            if there:
+                train.__getitems__([*range(40)])
+            loader = Loader(train, 10, workers=0)
+            with interruption:
+                flat(loader)
+            assert sorted(flat(loader)) == [*range(40)], interruption.where
+            loader.close()
+            cache = train.cache
+            wait_until(lambda cache=cache: not cache.stats().leased_bytes, "the leases to end")
+            assert sorted(flat(Loader(train, 10, workers=0))) == [*range(40)]
+            assert train.cached == 40, "no claim is kept"
+            assert cache.verify() == []
+
+
+STARTED = """
+    import multiprocessing, sys
+    from arrowcache.torch import Loader, cached
+    from datasets_of_items import Numbers
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method(sys.argv[2])
+        train = cached(Numbers(40), sys.argv[1], capacity="16MiB", transform=lambda item: item["y"])
+        with Loader(train, 10, workers=2, collate_fn=lambda items: items) as loader:
+            for _ in range(2):
+                assert sorted(number for batch in loader for number in batch) == list(range(40))
+        print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_may_be_started_in_any_way(path, method):
+    with Script(STARTED, path, method) as script:
+        assert script.line() == "done"
+        assert script.end() == (0, "")
+
+
+def test_a_forked_child_iterates_anew(train):
+    loader = Loader(train, 10)
+    batches = iter(loader)
+    next(batches)
+
+    def child():
+        with pytest.raises(ValueError, match="iterate anew here"):
+            next(batches)
+        assert sorted(flat(loader)) == [*range(LENGTH)]
+
+    with in_child(child):
+        pass
+    assert len(flat(batches)) == LENGTH - 10
+
+
+# trouble
+
+
+def test_a_damaged_segment_is_made_again(path, log):
+    with cached(Numbers(30, log), path, capacity="16MiB") as train:
+        train.__getitems__([*range(30)])
+    with cached(Numbers(30, log), path, capacity="16MiB") as train, Loader(train, 10, workers=0) as loader:
+        flip_byte(segment_files(ac.Cache.open(path))[-1], 4)  # of all but the first item
+        with pytest.warns(RuntimeWarning, match="quarantined|made again"):
+            assert sorted(flat(loader)) == [*range(30)]
+        assert train.cached == 30
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cache_that_is_gone_leaves_a_slow_loader(path, workers):
+    with (
+        cached(Numbers(30), path, capacity="16MiB", replace=0.1) as train,
+        Loader(train, 10, workers=workers) as loader,
+        warnings.catch_warnings(),
+    ):
+        shutil.rmtree(path)
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(2):
+            assert sorted(flat(loader)) == [*range(30)]
+
+
+# the rest
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"shuffle": "window"}, ValueError, r"shuffle='window' of a dataset must be True \('rows'\)"),
+        ({"shuffle": 3}, ValueError, "shuffle=3"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"drop_last": 1}, TypeError, "drop_last must be True or False"),
+        ({"workers": -1}, ValueError, "workers"),
+        ({"workers": 257}, ValueError, "workers"),
+        ({"prefetch": -1}, ValueError, "prefetch"),
+        ({"collate_fn": 3}, TypeError, "collate_fn"),
+        ({"rank": 0}, ValueError, "rank=0 and world_size=None go together"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank=2"),
+        ({"device": "cuda:99"}, ValueError, "'cpu'"),
+        ({"shufle": True}, TypeError, "shufle= is unknown"),
+        ({"columns": ["x"]}, TypeError, r"columns= is .* not of a dataset: give columns= to cached\(\)"),
+        ({"transform": len}, TypeError, r"give transform= to cached\(\)"),
+        ({"epoch_rows": 3}, TypeError, "an epoch is each item once"),
+        ({"where": len}, TypeError, "Subset"),
+        ({"weights": [1]}, TypeError, "sampler="),
+    ],
+)
+def test_a_wrong_argument_is_refused(train, options, error, says):
+    with pytest.raises(error, match=says):
+        Loader(train, **options)
+
+
+def test_nothing_but_a_cached_dataset_will_do(train):
+    with pytest.raises(TypeError, match="of a CachedDataset, not of a Cache"):
+        CachedLoader(train.cache)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_device_batches_are_the_same(path, workers):
+    with (
+        cached(Numbers(LENGTH), path, capacity="64MiB") as train,
+        Loader(train, 10, workers=workers, device="cpu") as loader,
+    ):
+        for _ in range(2):
+            kept = [*loader]
+            assert sorted(flat(kept)) == [*range(LENGTH)]
+        assert loader.device_stats().batches == 20
+
+
+def test_a_loader_of_a_cached_dataset_is_a_cached_loader(train):
+    loader = Loader(train, 10)
+    assert isinstance(loader, CachedLoader)
+    assert isinstance(Loader(train.cache, 10), Loader)
+    assert "CachedLoader" in repr(loader)
+    assert loader.stats().batches == 0
+    flat(loader)
+    assert loader.stats().epochs == 1
+
+
+def test_other_processes_see_its_counts(train):
+    from arrowcache.explore import observe
+
+    loader = Loader(train, 10)
+    flat(loader)
+    (seen,) = observe(train.path).loaders
+    assert seen.rows == LENGTH
+    loader.close()
+    assert not observe(train.path).loaders
+
+
+def test_batches_whose_items_are_there_cost_no_call_of_the_dataset(path, log):
+    with cached(Numbers(LENGTH, log), path, capacity="64MiB") as train:
+        flat(Loader(train, 10, workers=0))
+        log.unlink()
+        assert sorted(flat(Loader(train, 10))) == [*range(LENGTH)]
+        assert train.stats().made == LENGTH - 1
+    assert not log.exists()

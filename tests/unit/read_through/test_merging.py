@@ -1,0 +1,238 @@
+"""Merging of small segments: few full ones, nothing lost, whoever reads, writes or dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from crash.faults import Faults
+from helpers import KIB, disk_bytes, segment_files, wait_until
+from processes import Child
+
+import arrowcache as ac
+from arrowcache.arrow.schema import Schema
+from arrowcache.read_through.merging import merge
+from arrowcache.read_through.places import INDEX, Places
+from arrowcache.storage.claims import only_merger
+from arrowcache.storage.layout import CLAIMS_LOCK, CachedItems
+from arrowcache.storage.recovery import create_store, open_store
+from arrowcache.storage.sizing import settings_of
+
+SCHEMA = Schema(
+    {
+        "x": ac.Tensor("float32", (16,)),
+        "half": ac.Tensor("bfloat16", (2,)),
+        "words": ac.String(),
+        "raw": ac.Binary(),
+        "tokens": ac.Ragged("int32", (2,)),
+        "waves": ac.Ragged("complex64"),
+        INDEX: ac.Tensor("int64"),
+    }
+)
+SEGMENT, LENGTH = 64 * KIB, 200
+
+
+def row(index):
+    return {
+        "x": np.full(16, index, np.float32),
+        "half": np.full(2, index, np.uint16),
+        "words": "w" * (index % 7),
+        "raw": bytes([index % 256]) * (index % 5),
+        "tokens": np.full((index % 3, 2), index, np.int32),
+        "waves": np.full(index % 4, index + 1j, np.complex64),
+        INDEX: index,
+    }
+
+
+def make_store(path, capacity=4 << 20):
+    settings = settings_of(
+        SCHEMA, capacity, SEGMENT, None, 0.0, durable=False, dataset=CachedItems(LENGTH, "")
+    )
+    return create_store(path, settings, exist_ok=True)
+
+
+def publish(store, indices):
+    writer = ac.Cache(store).writer("raise")
+    try:
+        for index in indices:
+            writer.append(**row(index))
+        writer.flush()
+    finally:
+        writer.abort()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Of 40 small segments of 5 items each."""
+    store = make_store(tmp_path / "cache")
+    for first in range(0, LENGTH, 5):
+        publish(store, range(first, first + 5))
+    return store
+
+
+def nothing():
+    pass
+
+
+def merge_all(store, let_go=nothing):
+    while merge(store, let_go):
+        pass
+
+
+def check(store, length=LENGTH):
+    """Every item is there, and what it was; as a process sees it that opens the cache now."""
+    places = Places(open_store(store.folder.path, check="bytes"), LENGTH)
+    places.refresh()
+    try:
+        assert places.count == length
+        there = np.setdiff1d(np.arange(LENGTH), places.missing)
+        columns = places.snapshot.gather(places.rows_of(there))
+        for at, index in enumerate(there.tolist()):
+            wanted = row(index)
+            for name, column in columns.items():
+                if isinstance(column, ac.Values):
+                    found = column.data[column.offsets[at] : column.offsets[at + 1]]
+                else:
+                    found = column[at]
+                assert np.array_equal(found, wanted[name]), (index, name)
+    finally:
+        places.release()
+    assert ac.Cache(store).verify() == []
+    assert disk_bytes(store.folder.path) <= store.settings.capacity_bytes
+
+
+def names(store):
+    return [segment.name for segment in store.segments()]
+
+
+def test_many_small_segments_become_few_full_ones(store):
+    merge_all(store)
+    check(store)
+    assert len(segment_files(ac.Cache(store))) <= 3
+    assert store.stats().rows == LENGTH
+    assert store.stats().inserted_rows == LENGTH, "a merge publishes no new rows"
+    before = names(store)
+    merge_all(store)
+    assert names(store) == before
+
+
+def test_a_reader_goes_on_and_parts_leave_once_nobody_leases_them(store):
+    reader = Places(store, LENGTH)
+    reader.refresh()
+    before = reader.snapshot
+    merge_all(store)
+    assert len(names(store)) > 40, "the parts are leased"
+    ids = reader.rows_of(np.arange(LENGTH))
+    assert before.gather(ids)[INDEX].tolist() == [*range(LENGTH)]
+    check(store)
+    reader.refresh()
+    assert reader.count == LENGTH
+    merge_all(store, reader.release)
+    assert len(names(store)) <= 3
+    reader.refresh()
+    assert reader.snapshot.gather(reader.rows_of(np.arange(LENGTH)))[INDEX].tolist() == [*range(LENGTH)]
+    reader.release()
+    check(store)
+
+
+@pytest.mark.parametrize("capacity", [400 * KIB, 460 * KIB])
+def test_the_capacity_holds(tmp_path, capacity):
+    store = make_store(tmp_path / "cache", capacity)
+    published = 0
+    with suppress(ac.CacheFullError):
+        while published < LENGTH:
+            publish(store, range(published, published + 2))
+            published += 2
+    assert published < LENGTH
+    merge_all(store)
+    check(store, published)
+
+
+def test_only_one_merges(store):
+    before = names(store)
+    with only_merger(store.folder.path / CLAIMS_LOCK, 0o600) as first:
+        assert first
+        merge_all(store)
+        assert names(store) == before
+    merge_all(store)
+    assert len(names(store)) <= 3
+
+
+def test_a_damaged_part_is_left_out(store):
+    with open(segment_files(ac.Cache(store))[3], "r+b") as file:
+        file.truncate(100)
+    with pytest.warns(RuntimeWarning, match="quarantined"):
+        merge_all(store)
+    merge_all(store)
+    check(store, LENGTH - 5)
+    assert len(names(store)) <= 4
+
+
+def merge_at(path):
+    merge_all(open_store(path, check="structure"))
+
+
+@pytest.mark.slow
+def test_processes_that_race_lose_nothing(store):
+    children = [Child(merge_at, store.folder.path) for _ in range(4)]
+    for child in children:
+        with child:
+            child.result()
+    merge_all(store)
+    check(store)
+    assert len(names(store)) <= 3
+    assert store.stats().rows == LENGTH
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_kill_in_any_step_loses_nothing(tmp_path):
+    number, before = 0, make_store(tmp_path / "before")
+    for first in range(0, 40, 5):
+        publish(before, range(first, first + 5))
+    while True:
+        path = shutil.copytree(before.folder.path, tmp_path / str(number))
+        store = open_store(path, check="structure")
+        pid = os.fork()
+        if not pid:
+            try:
+                with Faults(number, die, only=lambda point: point.is_change).active():
+                    merge_all(open_store(store.folder.path, check="structure"))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        check(store, 40)
+        merge_all(store)
+        check(store, 40)
+        assert len(names(store)) == 1
+        assert store.stats().rows == 40
+        assert status in (0, signal.SIGKILL)
+        if not status:
+            break
+        number += 1
+    assert number > 15, "the calls of a publish, and of removals"
+
+
+def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
+    from arrowcache.read_through.reader import ReadThrough
+
+    store = make_store(tmp_path / "cache")
+    reader = ReadThrough(store, [name for name in SCHEMA if name != INDEX])
+    for index in range(40):
+        wanted = np.array([index])
+        assert reader.claim(wanted).all()
+        reader.put(index, {name: value for name, value in row(index).items() if name != INDEX})
+        reader.publish()
+    wait_until(lambda: len(names(store)) < 12, "the merges of its thread")
+    assert len(reader.find(np.arange(40)).positions) == 40
+    reader.close()
+    check(store, 40)
+    assert len(names(store)) < 9

@@ -70,6 +70,11 @@ class Items(Source):
         first = dataset[0]  # once: it may be slow
         self._form = ItemForm(first, schema, columns)
         self.schema = self._form.schema
+        if any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__):  # it may have a length
+            raise TypeError(
+                f"{type(dataset).__name__} is an IterableDataset, whose items have no numbers: write a "
+                "sampler that draws them, for arrowcache.SamplerPool"
+            )
         self._first_bytes = self._form.variable_bytes(self._form.row(first))
 
     def __repr__(self) -> str:

@@ -28,6 +28,10 @@ class Numbers:
 
 class Texts(Numbers):
     def __getitem__(self, index):
+class IterableDataset(Numbers):
+    """Has torch's name, and a length."""
+
+
         return {"text": "a" * (index % 50), "id": index}
 
 
@@ -193,3 +197,4 @@ def test_by_itself_it_yields_each_item_and_it_is_never_mixed():
     assert sorted(drawn) == list(range(50)) != drawn
     with pytest.raises(TypeError, match="is drawn once, and a mix draws without end"):
         Mix({source: 1.0})
+        ((IterableDataset(3),), TypeError, "IterableDataset, whose items have no numbers: write a sampler"),

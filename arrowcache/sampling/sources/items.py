@@ -109,3 +109,4 @@ class Items(Source):
         keys = of_pass.generate_state(KEYS, np.uint64).astype(np.uint64)
         first, last = starts[task : task + 2].tolist()
         return Pass(self._length, Stage(np.array([0, self._length], np.int64), keys))(first, last - first)
+            self.drawn = f"item {index}"

@@ -66,6 +66,10 @@ class Map(Source):
         return changed
 
     def close(self) -> None:
+    @property
+    def drawn(self) -> str:  # type: ignore[override]  # never set here
+        return getattr(self._source, "drawn", "")
+
         if isinstance(self._source, Source):
             self._source.close()
 

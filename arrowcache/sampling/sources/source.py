@@ -43,6 +43,9 @@ class Source(Closable, ABC):
     @abstractmethod
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
         """Draw samples, without end."""
+    drawn: str = ""
+    """The sample that was drawn last, in words, for the error of one that does not fit."""
+
 
     def close(self) -> None:  # a source that opens nothing has nothing to close
         """Close files and connections of this process. Idempotent; the next call opens them again."""

@@ -36,16 +36,19 @@ class Source(Closable, ABC):
     is_divided: bool = False
     """A call yields what is of its task alone, once: its segment ends with it, full or not."""
 
+    division: str = ""
+    """How samples are divided among tasks, once they are: pools of one name and seed need the same."""
+
     def fitted(self, form: Form) -> Source:  # noqa: ARG002  # one that is not divided fits any
         """Return this source for segments of a form; pools ask for it."""
         return self
 
-    @abstractmethod
-    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
-        """Draw samples, without end."""
     drawn: str = ""
     """The sample that was drawn last, in words, for the error of one that does not fit."""
 
+    @abstractmethod
+    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+        """Draw samples, without end."""
 
     def close(self) -> None:  # a source that opens nothing has nothing to close
         """Close files and connections of this process. Idempotent; the next call opens them again."""

@@ -1,4 +1,4 @@
-"""OpenTasks: the tasks of a pool that were begun and are not published, where each has samples of its own.
+"""OpenTasks: the tasks of a pool that are begun and not published, where each has its own samples.
 
 Of most samplers a task that was stopped is no loss: the next one draws anew. Where samples are divided among
 tasks, as those of Items are, its samples are in no other task, so the pool's file lists it from its beginning

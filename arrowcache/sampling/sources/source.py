@@ -37,7 +37,7 @@ class Source(Closable, ABC):
     """A call yields what is of its task alone, once: its segment ends with it, full or not."""
 
     division: str = ""
-    """The division of the samples among tasks, in words, once it is made. Pools of one name and seed share it."""
+    """The division of the samples among tasks, in words, once it is made. Pools of one name share it."""
 
     def fitted(self, form: Form) -> Source:  # noqa: ARG002  # one that is not divided fits any
         """Return this source for segments of a form; pools ask for it."""

@@ -39,11 +39,11 @@ class Items(Source):
     Each item of a pass is published once, by all pools of one name and seed on a cache together: one after
     the other or at once, left early, stopped, killed, or with tasks that were given up, which the next pool
     tries again. A pool ends once nothing is left that no other pool draws. Items whose segments were evicted
-    were drawn, and are not drawn again. There are three exceptions. A worker that is killed in the very moment in which its segment appears may leave its items
-    to be drawn twice, if that segment is evicted before the next pool. A power cut may take items with it,
-    unless the cache is durable. Segments that are damaged, or on a node of a cluster that is lost, are not
-    drawn again. The pools need the same division: a dataset of another length, or another `segment_items`,
-    is refused, and needs another name of the pool.
+    were drawn, and are not drawn again. There are three exceptions. A worker that is killed in the very
+    moment in which its segment appears may leave its items to be drawn twice, if that segment is evicted
+    before the next pool. A power cut may take items with it, unless the cache is durable. Segments that are
+    damaged, or on a node of a cluster that is lost, are not drawn again. The pools need the same division: a
+    dataset of another length, or another `segment_items`, is refused, and needs another name of the pool.
 
     Args:
         dataset: `len`, and items by index: dicts, tuples, dataclasses and others, nested, of arrays, tensors,

@@ -10,7 +10,10 @@ For each task it has Ray draw a segment in any worker, and then hands the refere
   segments wait, then nothing more is drawn for it, and at last nothing at all;
 - numbers: each is claimed in the cache of the first living node, in the order of ids, and recorded in
   those of all others before it is drawn: whichever nodes are left, a later pool goes on behind it. Two
-  pools of a name and seed at the same time share the numbers as long as that first node lives.
+  pools of a name and seed at the same time share the numbers as long as that first node lives;
+- divided samples, as of `Items`: that first node lists the tasks that were begun and are not published. A
+  later pool collects what any node lists, less what any node has published, and draws it. What a lost node
+  had listed or published is lost with it.
 
 When the driver dies, Ray ends its actors and tasks. If the user shuts Ray down before the pool, the engine
 raises an error. A call that waits within Ray just then, or a reference that is dropped, may never return or
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +39,7 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.draw import draw_segment
-from arrowcache.ray.ingest import GROUPS, NodeIngest, OpenedCache
+from arrowcache.ray.ingest import GROUPS, NodeIngest, OpenedCache, OpenedPool
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task
@@ -83,6 +86,8 @@ class RayEngine:
     Args:
         options: options of the pool. `retries` is also the number of times that Ray repeats a task whose
             worker or node was lost, and starts an actor anew.
+        fit: the options for segments of another form than `caches` would have, as caches that were there
+            already may ask for.
         replicate: every node gets every segment. False: each segment goes to one node.
         in_flight_bytes: see the module. None means half of the smallest object store of a node.
         ray_options: Ray's options of a drawing task, such as `num_cpus`, `resources`, `runtime_env`.
@@ -94,19 +99,22 @@ class RayEngine:
         self,
         caches: NodeCaches,
         options: PoolOptions,
+        fit: Callable[[Form], PoolOptions],
         *,
         replicate: bool,
         in_flight_bytes: int | None,
         ray_options: Mapping[str, Any],
     ) -> None:
-        self._options, self._pool, self._replicate = options, options.pool, replicate
-        self._sampler: Any = ray.put(options.sampler)  # once, and from there to each node that draws
+        self._pool, self._replicate = options.pool, replicate
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
         self._again: list[int] | None = None  # tasks to be drawn again; None: no node was asked yet
         self._asked: Future[Any] | None = None  # the request to the node that was asked last
         self._outcomes: list[tuple[Task, Done]] = []  # results that `collect` has not returned yet
         self._least: int | None = None  # the next task's number; None: no node was asked yet
+        self._open: set[int] = set()  # of divided samples, tasks that this pool has and did not publish
+        self._published: set[int] = set()  # tasks whose end the keeper was not told of yet
+        self._keeper = ""  # the node that was asked for open tasks last
         self._job = ray.get_runtime_context().get_job_id()
         self._ended = False
         retried = {"scheduling_strategy": "SPREAD", "max_retries": options.retries}
@@ -116,6 +124,9 @@ class RayEngine:
             if not self.nodes:
                 raise SamplerError("no node of the cluster is alive: start one, or wait for it")
             self._form = _opened(caches, self.nodes)
+            self.options = options if self._form == caches.form else fit(self._form)
+            self._found = self._begun()
+            self._sampler: Any = ray.put(self.options.sampler)  # once, and from there to each node that draws
         except BaseException:
             self.end()
             raise
@@ -167,10 +178,48 @@ class RayEngine:
     def idle(self) -> int:
         published_soon = {drawn.task.number for drawn, _ in self._publishing.values()}
         in_flight = len(self._drawing) + len(published_soon)
-        return max(0, min(self._options.workers - len(self._drawing), self._most - in_flight))
+        return max(0, min(self.options.workers - len(self._drawing), self._most - in_flight))
 
     def claim(self, count: int) -> list[Task]:
-        return [self._options.task(number) for number in self._returned(count) or self._numbers(count)]
+        if self.options.division:
+            numbers = self._open_tasks(count)
+        else:
+            numbers = self._returned(count) or [*self._numbers(count)]
+        return [self.options.task(number) for number in numbers]
+
+    def _begun(self) -> dict[str, OpenedPool]:
+        """Return what each node knows of this pool. Raises: ValueError: samples were divided otherwise."""
+        asked = {
+            name: node.actor.begin.remote(self._pool, self.options.division)
+            for name, node in self.nodes.items()
+        }
+        return {name: _answered(name, answer) for name, answer in asked.items()}
+
+    def _open_tasks(self, count: int) -> list[int]:
+        """Claim tasks of divided samples: open ones that nobody draws, then new ones."""
+        if self._least is None:
+            self._least = max(found.next_task for found in self._found.values())
+            self._published.update(*(found.published for found in self._found.values()))
+        claimed: list[int] | None = None
+        while claimed is None:
+            keeper = self._living()[0]
+            others = [node for node in self._living() if node != keeper]
+            elsewhere = set().union(*(self._found[node].open_tasks for node in others)) - self._published
+            if keeper != self._keeper:  # the first time, or the one before was lost
+                elsewhere |= self._open
+            known = [*self._open], [*elsewhere], [*self._published]
+            claimed = self._answer(
+                keeper, "claim_open", self._pool, count, self.options.tasks, self._least, *known
+            )
+        self._keeper, self._published = keeper, set()
+        self._open.update(claimed)
+        self._least = max([self._least, *(number + 1 for number in claimed)])
+        for node in others:
+            self._claim(node, 0, self._least)
+            if moved := self._found[node].open_tasks:
+                self._answer(node, "end_tasks", self._pool, [*moved])
+                self._found[node] = self._found[node]._replace(open_tasks=set())
+        return claimed
 
     def _returned(self, count: int) -> list[int]:
         """Return tasks to be drawn again, of which an earlier pool published parts."""
@@ -276,6 +325,9 @@ class RayEngine:
         drawn.done = replace(drawn.done, waiting_seconds=drawn.done.waiting_seconds + done.waiting_seconds)
         drawn.left.discard(node)
         if not drawn.left:
+            if self.options.division:
+                self._open.discard(drawn.task.number)
+                self._published.add(drawn.task.number)
             self._outcomes.append((drawn.task, drawn.done))
 
     def _count(self, node: str, done: Done) -> None:
@@ -360,6 +412,9 @@ class RayEngine:
             left = deadline - time.monotonic()
             wait([*stopped, *self._publishing, *self._drawing], max(0.0, left - _FORCE_SECONDS))
             results = self._published_meanwhile()
+            ended = self._published | {done.number for done in results}
+            if self._keeper and self.nodes[self._keeper].alive:  # else the next pool finds their segments
+                wait([self._ask(self._keeper, "end_tasks", self._pool, [*ended])], _FORCE_SECONDS)
             for _, report, _ in self._drawing.values():  # a sampler that ignores Ctrl-C, such as one in C
                 ray.cancel(report, force=True)
             wait(self._drawing, max(0.0, deadline - time.monotonic()))
@@ -400,17 +455,7 @@ def _opened(caches: NodeCaches, nodes: Mapping[str, Node]) -> Form:
     answers = {name: node.actor.open.remote() for name, node in nodes.items()}
     opened: dict[str, OpenedCache] = {}
     for name, answer in answers.items():
-        try:
-            opened[name] = ray.get(answer, timeout=START_SECONDS)
-        except GetTimeoutError:
-            raise TimeoutError(
-                f"node {name} did not open its cache in {START_SECONDS:.0f} s: look at it with "
-                "`ray status`, or leave it out of nodes"
-            ) from None
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
-        except RayError as error:
-            raise SamplerError(f"node {name} cannot have a cache: {error}") from None
+        opened[name] = _answered(name, answer)
     folders: dict[object, str] = {}
     for name, each in opened.items():
         if (other := folders.setdefault(each.identity, name)) != name:
@@ -426,6 +471,21 @@ def _opened(caches: NodeCaches, nodes: Mapping[str, Node]) -> Form:
                 f"{_described(each.form)}: remove one of them, or give another path"
             )
     return form
+
+
+def _answered(name: str, answer: Any) -> Any:
+    """Return the answer of a node's actor that starts. Raises: what is raised there, TimeoutError."""
+    try:
+        return ray.get(answer, timeout=START_SECONDS)
+    except GetTimeoutError:
+        raise TimeoutError(
+            f"node {name} did not open its cache in {START_SECONDS:.0f} s: look at it with "
+            "`ray status`, or leave it out of nodes"
+        ) from None
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayError as error:
+        raise SamplerError(f"node {name} cannot have a cache: {error}") from None
 
 
 def _described(form: Form) -> str:

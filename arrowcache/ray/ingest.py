@@ -22,6 +22,9 @@ from arrowcache.lifetimes import cached_property
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done
+from arrowcache.storage.layout import tasks_listed
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.open_tasks import OpenTasks, require_division
 from arrowcache.storage.recovery import boot_id
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -39,6 +42,14 @@ class OpenedCache(NamedTuple):
     identity: tuple[str, int, int]
 
 
+class OpenedPool(NamedTuple):
+    """A node's knowledge of a pool: its next task, those begun and not published, those published."""
+
+    next_task: int
+    open_tasks: set[int]
+    published: set[int]
+
+
 class NodeIngest:
     """Publishes on a node segments that were drawn anywhere. Made by Ray, on that node.
 
@@ -49,6 +60,7 @@ class NodeIngest:
         self._caches, self._node = caches, node
         self._opening = threading.Lock()
         self._stopping = threading.Event()
+        self._open_tasks: OpenTasks | None = None  # of the pool whose actor this is
         self._writes = ExitStack()  # shows that somebody writes to this node's cache
 
     @cached_property
@@ -69,6 +81,61 @@ class NodeIngest:
         settings = self._store.settings
         status = os.stat(self._store.folder.path)
         return OpenedCache(settings.form, (boot_id(), status.st_dev, status.st_ino))
+
+    @ray.method(concurrency_group="asking")
+    def begin(self, pool: str, division: str) -> OpenedPool:
+        """Return what is known of a pool. Raises: ValueError: it divided its samples otherwise."""
+        with self._store.locked():
+            require_division(self._store, pool, division)
+            first = claim(self._store, pool, 0)
+            listed = {*self._store.folder.returned_tasks(pool)}
+            return OpenedPool(first, listed, tasks_listed(pool, self._store.segments()))
+
+    @ray.method(concurrency_group="asking")
+    def claim_open(
+        self,
+        pool: str,
+        count: int,
+        tasks: int | None,
+        least: int,
+        own: list[int],
+        adopted: list[int],
+        ended: list[int],
+    ) -> list[int]:
+        """Claim up to `count` tasks of divided samples; see `OpenTasks.claim`.
+
+        Args:
+            least: new numbers are not below it.
+            own: tasks that the pool has; this actor may have been made anew since it claimed them.
+            adopted: open tasks that were listed on other nodes.
+            ended: tasks that were published, here or there.
+        """
+        folder = self._store.folder
+        claimed: list[int] = []
+        with self._store.locked():
+            claim(self._store, pool, 0, least)
+            if adopted:
+                folder.return_tasks(pool, adopted)
+            self._end_tasks(pool, ended)
+            if self._open_tasks is None:
+                self._open_tasks = OpenTasks(self._store, pool, LockFile(folder.pools / pool))
+            for number in own:
+                self._open_tasks.hold(number)
+            while len(claimed) < count and (task := self._open_tasks.claim(tasks)) is not None:
+                claimed.append(task)
+        if self._store.settings.durable:
+            folder.sync_tasks(pool)
+        return claimed
+
+    @ray.method(concurrency_group="asking")
+    def end_tasks(self, pool: str, numbers: list[int]) -> None:
+        """Note that tasks are published, or listed on another node."""
+        with self._store.locked():
+            self._end_tasks(pool, numbers)
+
+    def _end_tasks(self, pool: str, numbers: list[int]) -> None:
+        for number in numbers:
+            self._store.folder.end_task(pool, number)
 
     @ray.method(concurrency_group="asking")
     def claim(self, pool: str, count: int, least: int = 0) -> int:

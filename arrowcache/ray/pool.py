@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from arrowcache.arrow.segment import Form
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.ray.engine import RayEngine
 from arrowcache.sampling.options import PoolOptions, fitted
@@ -23,7 +24,9 @@ class SamplerPool(Pool):
 
     Needs `ray.init()` before. The caches are made, or opened, on their nodes; a full one slows the samplers
     down. Task k's segment is the one that `arrowcache.SamplerPool` publishes for (sample, seed, k), and no
-    task is repeated by a later pool of the same name and seed as long as one of the nodes lives on.
+    task is repeated by a later pool of the same name and seed as long as one of the nodes lives on. Of
+    `Items` a later pool draws what was left undone, as `arrowcache.SamplerPool` does; with
+    share="replicate" a driver that is killed may leave a task on some nodes only.
     A worker or node that is lost while it draws costs nothing: Ray has the task drawn elsewhere. A training
     node that is lost takes its cache with it, and the others go on. The other arguments are those of
     `arrowcache.SamplerPool`.
@@ -63,19 +66,23 @@ class SamplerPool(Pool):
             raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
         if share not in _SHARES:
             raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
-        sample = fitted(sample, caches.form)
-        drawn = PoolOptions(sample, workers, seed, name, segments, retries, progress)
+
+        def fit(form: Form) -> PoolOptions:
+            return PoolOptions(fitted(sample, form), workers, seed, name, segments, retries, progress)
+
+        drawn = fit(caches.form)
         in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")
         if not ray.is_initialized():
             raise RuntimeError("Ray is not running: call ray.init() first, in a cluster with its address")
         self._engine = RayEngine(
             caches,
             drawn,
+            fit,
             replicate=share == "replicate",
             in_flight_bytes=in_flight_bytes,
             ray_options=options or {},
         )
-        super().__init__(self._engine, drawn)
+        super().__init__(self._engine, self._engine.options)
 
     def stats(self) -> PoolStats:
         """Return counts of published segments, and their cost; a segment on several nodes counts once."""

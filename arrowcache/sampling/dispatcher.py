@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def claim(self, count: int) -> list[Task]:
-        """Claim up to `count` new tasks, at least one, with numbers that nobody else gets."""
+        """Claim up to `count` tasks, with numbers that nobody else gets. Empty: there are no more."""
         ...
 
     def begin(self, task: Task) -> None:
@@ -106,7 +106,6 @@ class Dispatcher:
 
     def __init__(self, state: PoolState, engine: Engine, options: PoolOptions) -> None:
         self._state, self._engine, self._retries = state, engine, options.retries
-        self._tasks = options.tasks
         self._left = options.segments  # tasks still to be claimed; None: no limit
         self._at_work = 0
         self._is_known = False  # to the interpreter, which ends a forgotten pool as it exits
@@ -169,10 +168,9 @@ class Dispatcher:
             if self._left is not None:
                 self._left -= len(tasks)
             for task in tasks:
-                if self._tasks is None or task.number < self._tasks:
-                    self._begin(task)
-                else:
-                    self._left = 0  # earlier pools have drawn the rest
+                self._begin(task)
+            if not tasks:
+                self._left = 0  # other pools have drawn the rest, or draw it
         return self._left is None or self._left > 0
 
     def _begin(self, task: Task) -> None:

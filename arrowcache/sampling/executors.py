@@ -9,6 +9,7 @@ theirs.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -21,10 +22,12 @@ from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, run
 from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.open_tasks import OpenTasks, require_division
 from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
 _END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
+_TOKEN_BITS = 60
 _PARTS_SECONDS = 3.0  # of STOP_SECONDS, for tasks to publish their parts
 
 
@@ -41,19 +44,28 @@ class ExecutorEngine:
         self._foreign = executor
         self._running: dict[Future[Done], Task] = {}
         with explaining(store.folder.path):
+            self._watch, self._token = self._lock_token()
             self._executor = _own(options.workers) if executor is None else executor
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
-            self._watch, self._token = self._lock_token()
-        self._claimed = range(self._token, self._token + 1)
+        self._open_tasks = OpenTasks(store, self._pool, self._watch) if options.division else None
+        self._claimed = range(0) if options.division else range(self._token, self._token + 1)
 
     def _lock_token(self) -> tuple[LockFile, int]:
-        """Lock the byte that tells this pool's tasks that it lives: its first task's number."""
+        """Lock the byte that tells this pool's tasks that it lives: no other pool's, dead or alive.
+
+        It is the first task's number, or any number where earlier tasks may be drawn again.
+        """
         folder = self._store.folder
         with self._store.locked():
-            first = claim(self._store, self._pool, 1)
+            require_division(self._store, self._pool, self._options.division)
+            if self._options.division:
+                claim(self._store, self._pool, 0)
+                token = secrets.randbits(_TOKEN_BITS)
+            else:
+                token = claim(self._store, self._pool, 1)
             watch = LockFile(folder.pools / self._pool)
-            watch.try_range(alive_byte(first), 1, exclusive=True)
-        return watch, first
+            watch.try_range(alive_byte(token), 1, exclusive=True)
+        return watch, token
 
     def idle(self) -> int:
         return self._options.workers - len(self._running)
@@ -62,7 +74,10 @@ class ExecutorEngine:
         """Claim one task: it is soon begun, as an ending pool leaves a gap for a number that is not."""
         folder = self._store.folder
         with self._store.locked():
-            if (again := self._returned()) is not None:
+            if self._open_tasks is not None:
+                number = self._open_tasks.claim(self._options.tasks)
+                numbers = range(0) if number is None else range(number, number + 1)
+            elif (again := self._returned()) is not None:
                 numbers = range(again, again + 1)
             elif self._claimed:
                 numbers, self._claimed = self._claimed, range(0)
@@ -180,7 +195,8 @@ def claim(store: Store, pool: str, count: int, least: int = 0) -> int:
     """
     if not store.folder.has_pool(pool):
         store.require_room(1)  # for its file
-    return store.folder.claim_tasks(pool, count, max(least, tasks_listed(pool, store.segments())))
+    published = max(tasks_listed(pool, store.segments()), default=-1)
+    return store.folder.claim_tasks(pool, count, max(least, published + 1))
 
 
 def _elsewhere(task: Task) -> SamplerError:

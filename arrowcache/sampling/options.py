@@ -39,6 +39,7 @@ class PoolOptions:
     ramp: bool = field(init=False)
     digest: bytes = field(init=False)  # tells pickled samplers apart
     tasks: int | None = field(init=False)  # numbers from this one on have nothing to draw
+    division: str = field(init=False)  # of the samples among tasks; empty: each task draws from all
 
     def __post_init__(self, sample: Sampler) -> None:
         if not callable(sample):
@@ -53,6 +54,7 @@ class PoolOptions:
         if not isinstance(self.name, str) or not TASK_NAME.fullmatch(self.name):
             raise ValueError(f"name={self.name!r} must be letters, digits, '_', '.' or '-', at most 100")
         keep("tasks", getattr(sample, "tasks", None))
+        keep("division", getattr(sample, "division", ""))
         if self.segments is not None:
             keep("segments", parse_count(self.segments, "segments"))
         elif self.tasks is not None:

@@ -2,10 +2,10 @@
 
 `Pool` is the user's face of such work, on this host or on many: figures, waiting, the end. It owns
 one thread, the dispatcher's. The engine runs and numbers tasks. Guarantees:
-a task number is never given out twice for a (name, seed), by this pool, a concurrent or a later one; a
-task that keeps failing is given up with its traceback while the others go on; `stop()` ends in bounded
-time; when the pool's process dies, in whatever way, its workers stop by themselves. No sample crosses
-the parent process.
+a task number is never given out twice for a (name, seed), by this pool, a concurrent or a later one, unless
+samples are divided among tasks: then each is drawn until it is published; a task that keeps failing is given
+up with its traceback while the others go on; `stop()` ends in bounded time; when the pool's process dies, in
+whatever way, its workers stop by themselves. No sample crosses the parent process.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Pool:
     def __init__(self, engine: Engine, options: PoolOptions) -> None:
         self._state = PoolState()
         self._started = time.monotonic()
-        self._segments = options.segments
+        self._segments, self._is_divided = options.segments, bool(options.division)
         self._engine_drawn_rows = engine.drawn_rows
         self._seen_rows, self._seen_at = 0, 0.0
         self._reported = 0  # failures that were raised already
@@ -193,14 +193,15 @@ class Pool:
             publish: publish the rows drawn so far, as segments of fewer rows that carry no task's name; the
                 next pool of this name and seed draws those tasks again, from their first sample on. A part is
                 discarded, and drawn again, if its sampler takes more than some 3 s for its next sample, or if
-                it finds no room within that time.
+                it finds no room within that time; and always where the samples are divided among tasks, as
+                those of `Items`: the same would come twice.
         Blocks: until the workers are gone, at most about 5 s; a task of a user's executor that
             does not yield within that time is left to end by itself, and publishes nothing.
         Raises: SamplerError: tasks were given up, and no `wait` raised that before.
         """
         if not self._state.origin.is_here:
             return
-        if publish and not self._state.stopping:
+        if publish and not self._state.stopping and not self._is_divided:
             self._state.with_parts = True
         self._shut_down()
         with self._state.lock:
@@ -262,9 +263,9 @@ class SamplerPool(Pool):
             read whole groups of samples.
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
-        name: name of this pool's task numbers; a pool of the same name and seed goes on at the next. It has
-            no part in the random streams: pools of other names draw the same samples, unless their seeds
-            differ.
+        name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and
+            draws before it what earlier pools of `Items` left undone. It has no part in the random streams:
+            pools of other names draw the same samples, unless their seeds differ.
         executor: any concurrent.futures.Executor whose workers run on this host: a ThreadPoolExecutor or
             ProcessPoolExecutor, `loky.get_reusable_executor()`, Dask's `client.get_executor()`, an
             `mpi4py.futures.MPIPoolExecutor`. The pool does not shut it down, and ends if it breaks. None:
@@ -274,7 +275,8 @@ class SamplerPool(Pool):
             PermissionError there are none.
         progress: show a bar. None shows one if stderr is a terminal.
         every_rank: allow a pool on each local rank of a distributed job. False allows it on the first only.
-    Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled.
+    Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled, `Items`
+        that earlier pools of this name and seed divided otherwise.
         ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
         rank of its node: there it would be one pool a rank.
     """

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
-from arrowcache.errors import SamplerError
+from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
@@ -226,7 +226,8 @@ def draw(
     Args:
         progress: counts each row.
     Returns: True if the segment is full; False: the pool ended first.
-    Raises: SamplerError: the sampler yields nothing, or no mapping.
+    Raises: SamplerError: the sampler yields nothing, or no mapping. SchemaError: a sample does not fit; it is
+        named, if the sampler's attribute `drawn` does.
     """
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
     form = builder.form
@@ -260,6 +261,10 @@ def draw(
                     )
                 if is_full:
                     return True  # samples that no longer fit are dropped: the next task draws anew
+        except SchemaError as error:
+            if not (drawn := getattr(sampler, "drawn", "")):
+                raise
+            raise SchemaError(f"{drawn}: {error}") from None
         finally:
             close = getattr(samples, "close", None)
             if close is not None:

@@ -27,7 +27,8 @@ _PIECES_A_CALL = 512  # below IOV_MAX
 _BLOCK = 512  # what st_blocks counts
 _OWN = os.O_CLOEXEC | os.O_NOFOLLOW  # of our own files none is a link to elsewhere
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link, a socket, what `_read` finds
-_MOST_RETURNED = 500  # tasks of a pool that are to be drawn again: with its number they fill a block
+_MOST_RETURNED = 4095  # tasks of a pool that are to be drawn again: with its number they fill 32 KiB
+_MOST_DIVISION_BYTES = 1000
 _MOST_TASKS = 2**62
 _CLAIM_ATTEMPTS = 10
 _MOST_RANKS_BYTES = 64 << 20
@@ -510,12 +511,13 @@ class Folder:
         """True if any of its tasks was claimed before."""
         return os.path.lexists(self.pools / pool)
 
-    def claim_tasks(self, pool: str, count: int, least: int = 0) -> int:
+    def claim_tasks(self, pool: str, count: int, least: int = 0, *, returned: bool = False) -> int:
         """Advance a pool's next task number by `count`; returns the first. Only under cache.lock.
 
         Args:
             least: a number that the first one is not below, whatever the file has lost.
-        Raises: CacheFormatError: a number that no pool ever had.
+            returned: put the tasks among those that are to be drawn again, in the same write.
+        Raises: CacheFormatError: a number that no pool ever had, or too many tasks to be drawn again.
         """
         with _opened(self.pools / pool, os.O_RDWR, self.rights()) as fd:
             data = os.pread(fd, 8, 0)
@@ -525,18 +527,41 @@ class Folder:
                     f"{self.pools / pool} is damaged: {first} tasks were never done; remove it, and take "
                     "another seed or name for the pool"
                 )
-            os.pwrite(fd, (first + count).to_bytes(8, "little"), 0)
+            numbers = [first + count]
+            if returned:
+                numbers += [*reversed(range(first, first + count)), *_returned(fd)]
+                if len(numbers) > _MOST_RETURNED + 1:
+                    raise CacheFormatError(
+                        f"{len(numbers) - 2} tasks of pool {pool} were begun and never published, the most "
+                        "that are remembered: mend what makes them fail, and start the pool again"
+                    )
+            os.pwrite(fd, _packed(numbers), 0)
         return first
 
     def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
         """Put back the numbers of claimed tasks, for the next claims: the lowest first. Under cache.lock.
 
-        A task that is there already, and what goes beyond a block of the disk, is left out.
+        A task that is there already, and what goes beyond the most that are remembered, is left out.
         """
         with _opened(self.pools / pool, os.O_RDWR, self.rights()) as fd:
             numbers = sorted({*_returned(fd), *numbers}, reverse=True)[-_MOST_RETURNED:]
-            os.pwrite(fd, b"".join(number.to_bytes(8, "little") for number in numbers), 8)
+            os.pwrite(fd, _packed(numbers), 8)
             os.ftruncate(fd, 8 + 8 * len(numbers))
+
+    def returned_tasks(self, pool: str) -> list[int]:
+        """The tasks that are to be drawn again, the lowest first. Only under cache.lock."""
+        with contextlib.suppress(FileNotFoundError), _opened(self.pools / pool, os.O_RDWR) as fd:
+            return _returned(fd)[::-1]
+        return []
+
+    def end_task(self, pool: str, number: int) -> None:
+        """Leave out a task of those that are to be drawn again, if it is there. Only under cache.lock."""
+        with contextlib.suppress(FileNotFoundError), _opened(self.pools / pool, os.O_RDWR) as fd:
+            numbers = _returned(fd)
+            if number in numbers:
+                numbers.remove(number)
+                os.pwrite(fd, _packed(numbers), 8)  # who dies before the next call leaves the last one twice
+                os.ftruncate(fd, 8 + 8 * len(numbers))
 
     def take_returned_task(self, pool: str) -> int | None:
         """The lowest task that is to be drawn again, or None. Only under cache.lock."""
@@ -545,6 +570,25 @@ class Folder:
                 os.ftruncate(fd, 8 + 8 * (len(numbers) - 1))
                 return numbers[-1]
         return None
+
+    def read_division(self, pool: str) -> str:
+        """The division of a pool's samples among its tasks, as `write_division` has it; empty if none is."""
+        with contextlib.suppress(FileNotFoundError):
+            return _read(self._division(pool), _MOST_DIVISION_BYTES).decode(errors="replace").strip("\0")
+        return ""
+
+    def write_division(self, pool: str, division: str, *, durable: bool) -> None:
+        """Record the division of a pool's samples. Only under cache.lock.
+
+        Blocks: for the disk, if durable.
+        """
+        with _opened(self._division(pool), os.O_RDWR, self.rights()) as fd:
+            os.pwrite(fd, division.encode(), 0)
+            if durable:
+                os.fsync(fd)
+
+    def _division(self, pool: str) -> Path:
+        return self.pools / f"{pool}{layout.DIVISION}"
 
     def sync_tasks(self, pool: str) -> None:
         """Sync the claimed numbers: the file, then its name."""
@@ -609,8 +653,14 @@ def _returned(fd: int) -> list[int]:
     data = os.pread(fd, 8 * (_MOST_RETURNED + 1), 0)
     numbers = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]
     claimed, *returned = numbers or [0]
+    while len(returned) > 1 and returned[-1] == returned[-2]:  # `end_task` was cut short
+        returned.pop()
     is_sound = all(high > low for high, low in itertools.pairwise([claimed, *returned]))
     return returned if is_sound else []
+
+
+def _packed(numbers: Iterable[int]) -> bytes:
+    return b"".join(number.to_bytes(8, "little") for number in numbers)
 
 
 @contextlib.contextmanager

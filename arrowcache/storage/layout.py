@@ -12,9 +12,11 @@
                 that its ranks on this node agreed on, share-locked by each of them while it needs
                 it: a RanksRecord, then a line for each that joined. An unlocked file is debris
   pools/        <name>.<seed>: the next task number of a sampler pool, 8 bytes; then those of earlier
-                tasks that are to be drawn again, 8 bytes each, the first to be drawn last. A release that
+                tasks that are to be drawn again, 8 bytes each, the first to be drawn last. Where samples
+                are divided among tasks, these are all that were begun and are not published, and
+                <name>.<seed>.division says how: see open_tasks.py. A release that
                 knows the first number only leaves the others where they are, undrawn. Bytes far behind
-                are locked by pools: see `alive_byte`
+                are locked by pools: see `alive_byte`, `part_byte` and `task_byte`
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
@@ -61,6 +63,7 @@ CLAIMS_LOCK = "claims.lock"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
 FOLDERS = (SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS)
 TOP_NAMES = frozenset({CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE, CLAIMS_LOCK, *FOLDERS})
+DIVISION = ".division"  # beside a pool's file
 PART, WAIT, GONE, FREED, REASON = ".part", ".wait", ".gone", ".freed", ".reason"
 
 TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
@@ -113,11 +116,16 @@ def parse_segment_name(name: str) -> tuple[int, int, str] | None:
     return (seq, rows, match[3]) if seq < MOST_SEQ and rows <= _MOST_ROWS else None
 
 
-def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> int:
-    """The lowest task number of a pool above all that these segments are of."""
-    names = [segment.task.rpartition(".") for segment in segments]
-    numbers = [int(number) for name, _, number in names if name == pool and _TASK_NUMBER.fullmatch(number)]
-    return max(numbers, default=-1) + 1
+def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> set[int]:
+    """The numbers of a pool's tasks that these segments are of."""
+    parsed = [parse_task_name(segment.task) for segment in segments]
+    return {each[1] for each in parsed if each is not None and each[0] == pool}
+
+
+def parse_task_name(name: str) -> tuple[str, int] | None:
+    """(pool, number) of a pool's task. None if it is the name of no such task."""
+    pool, _, number = name.rpartition(".")
+    return (pool, int(number)) if pool and _TASK_NUMBER.fullmatch(number) else None
 
 
 def modes(mode: int) -> tuple[int, int]:
@@ -156,6 +164,11 @@ def alive_byte(token: int) -> int:
 def part_byte(token: int) -> int:
     """The byte that it locks as well while its tasks are to publish what they have, and end."""
     return 2**61 + token
+
+
+def task_byte(number: int) -> int:
+    """The byte that it locks as long as it has this task, where samples are divided among tasks."""
+    return 2**62 + number
 
 
 def shown(name: str) -> str:

@@ -16,7 +16,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -39,6 +39,7 @@ from arrowcache.storage.layout import (
     SegmentInfo,
     Settings,
     parse_segment_name,
+    parse_task_name,
     segment_name,
 )
 from arrowcache.storage.lease import Lease, own_leases
@@ -280,6 +281,7 @@ class Store:
     ) -> SegmentInfo | None:
         with self.locked():
             if task and any(segment.task == task for segment in self.segments()):
+                self._end_task(task)
                 return None
             record = self.folder.read_record()
             if record.next_seq >= MOST_SEQ:
@@ -301,7 +303,14 @@ class Store:
             on_visible()
             part.discard()
             self.usage.add_inserted(record.next_seq, rows)
+            self._end_task(task)
         return info
+
+    def _end_task(self, task: str) -> None:
+        """Note that a task is published, if it is to be drawn until it is. Under cache.lock."""
+        if (parsed := parse_task_name(task)) is not None:
+            with suppress(OSError):  # its segment tells it as well, as long as it is there
+                self.folder.end_task(*parsed)
 
     def _sync_names(self) -> None:
         try:

@@ -159,6 +159,43 @@ def test_each_item_of_a_dataset_is_drawn_once_a_pass_and_published_on_one_node(c
     assert orders[0] != orders[1]
 
 
+def test_items_of_tasks_that_a_pool_had_begun_are_drawn_by_the_next_one_on_any_node(
+    cluster, caches, tmp_path
+):
+    script = Script(DRAWS_ITEMS, tmp_path, cluster.address, " ".join(caches.node_ids()))
+    with script:
+        assert script.line() == "ready"
+        script.kill()
+
+    class Rows:  # here, so that it is pickled by value
+        def __len__(self):
+            return 300
+
+        def __getitem__(self, index):
+            return row(index)
+
+    drawn_rows = []
+    for nodes in (caches.node_ids()[1:], None):
+        some = caches_on(cluster, tmp_path, **({"nodes": nodes} if nodes else {}))
+        with SamplerPool(some, Items(Rows()), segments=4 if nodes else None, **OPTIONS) as pool:
+            pool.wait(rows=None if nodes is None else 1, timeout=LONG_SECONDS)
+        drawn_rows.append(pool.stats().rows)
+    assert min(drawn_rows) > 0
+    drawn = split(caches)
+    assert sorted(number for ids in drawn.values() for number in ids) == list(range(300))
+    with pytest.raises(ValueError, match="is now to draw from 299 items"):
+        SamplerPool(caches, Items([row(number) for number in range(299)]), **OPTIONS)
+
+
+def test_items_are_divided_by_the_caches_that_are_there(caches):
+    for node in caches.node_ids():
+        make_cache(caches.path_on(node), segment_bytes="16KiB", segment_rows=8)
+    items = Items([row(number) for number in range(150)])
+    with SamplerPool(caches, items, **OPTIONS) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+    assert sorted(number for ids in split(caches).values() for number in ids) == list(range(150))
+
+
 def test_all_nodes_get_the_same_bytes(caches, tmp_path):
     with SamplerPool(caches, draws(), share="replicate", segments=5, **OPTIONS) as pool:
         pool.wait(timeout=LONG_SECONDS)
@@ -335,6 +372,32 @@ SCRIPT = """
             print(error, flush=True)
         pool.stop()
         print(ray.is_initialized(), flush=True)
+"""
+
+
+DRAWS_ITEMS = """
+    import sys, time
+    from pathlib import Path
+    import ray
+    from arrowcache.ray import NodeCaches, SamplerPool
+    from arrowcache.sampling.sources import Items
+    from helpers import ROW, sample
+
+    class Rows:
+        def __len__(self):
+            return 300
+
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            return sample(index)
+
+    if __name__ == "__main__":
+        ray.init(address=sys.argv[2], logging_level="ERROR", log_to_driver=False)
+        caches = NodeCaches(sys.argv[1] + "/{node}", ROW, "1MiB", "32KiB", 16, nodes=sys.argv[3].split())
+        pool = SamplerPool(caches, Items(Rows()), workers=3, progress=False)
+        pool.wait(rows=50, timeout=60)
+        print("ready", flush=True)
+        time.sleep(600)
 """
 
 

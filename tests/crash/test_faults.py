@@ -22,6 +22,10 @@ from processes import Child
 from quick import first_is_quick
 
 import arrowcache as ac
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.storage.layout import tasks_listed
+from arrowcache.storage.locks import LockFile
+from arrowcache.storage.open_tasks import OpenTasks
 
 ONLY_READING = ("verify", "read", "read checked", "stats")
 
@@ -103,6 +107,46 @@ def test_a_process_killed_at_any_file_call_leaves_nothing_partial_and_nothing_le
             break
     assert ended
     assert i > 1
+
+
+@pytest.mark.slow
+def test_a_task_of_divided_samples_is_published_or_open_wherever_its_process_was_killed(tmp_path):
+    pool = "default.0"
+
+    def opened(cache: ac.Cache) -> OpenTasks:
+        cache.store.folder.claim_tasks(pool, 0)
+        return OpenTasks(cache.store, pool, LockFile(cache.path / "pools" / pool))
+
+    def killed_at(i: int, path: Path) -> bool:
+        def kill(name: str, arguments: tuple[Any, ...]) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        cache, segment = ac.Cache.open(path), SegmentBuilder(ac.Cache.open(path).store.settings.form)
+        segment.take(segment.convert(sample(0), many=False), 0)
+        faults = Faults(i, kill, only=changes)
+        with faults.active():
+            with cache.store.locked():
+                tasks = opened(cache)
+                assert [tasks.claim(3), tasks.claim(3)] == [0, 1]
+            for number in (1, 0):
+                cache.store.publish(segment.encode(), f"{pool}.{number}")
+        return faults.reached
+
+    for i in range(200):
+        cache = make_cache(tmp_path / str(i))
+        with Child(killed_at, i, cache.path) as child:
+            assert child.exit_code() in (0, -signal.SIGKILL)
+            ended = child.exit_code() == 0 and not child.result()
+        published = tasks_listed(pool, cache.store.segments())
+        with cache.store.locked():
+            tasks = opened(cache)
+            claimed = [tasks.claim(3) for _ in range(4 - len(published))]
+        assert claimed == [*({0, 1, 2} - published), None]
+        assert cache.store.folder.returned_tasks(pool) == claimed[:-1]
+        if ended:
+            break
+    assert ended
+    assert published == {0, 1}
 
 
 def changes(point: Point) -> bool:

@@ -204,7 +204,7 @@ def check_durable(life: Life, cut: int, path: Path) -> None:
     assert {problem.name for problem in quiet_verify(cache)} <= altered
     begun = sum(when <= cut for when in life.tasks_begun)
     with cache.store.locked():
-        listed = tasks_listed(POOL, cache.store.segments())
+        listed = max(tasks_listed(POOL, cache.store.segments()), default=-1) + 1
         assert cache.store.folder.claim_tasks(POOL, 1, listed) >= begun, "a task is done a second time"
     go_on(cache)
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
 
 import pytest
-from helpers import ids_of, overfill, publish, sample, segment_files, seqs, wait_until
+from helpers import ids_of, make_cache, overfill, publish, read_ids, sample, segment_files, seqs, wait_until
 from processes import Child, Script, hold_snapshot, small_disk
 
 import arrowcache as ac
+from arrowcache.sampling.sources import Items
 
 Work = Callable[[Path, Path], None]
 Scene = Generator[Work | None, Child]
@@ -139,6 +143,42 @@ def test_what_a_killed_process_held_is_free_and_all_goes_on(cache, tmp_path, nam
     ac.Cache.open(cache.path)
     assert os.listdir(cache.path / "incoming") == []
     assert cache.verify() == []
+
+
+class Samples:
+    """A slow dataset."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        time.sleep(0.002)
+        return sample(index)
+
+
+def draw_items(path: Path, ready: Path) -> None:
+    with ac.SamplerPool(path, Items(Samples()), workers=2, progress=False) as pool:
+        pool.wait(rows=50)
+        ready.touch()
+        Event().wait()
+
+
+@pytest.mark.slow
+def test_items_of_tasks_that_a_killed_pool_had_begun_are_drawn_by_the_next_one(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="8MiB")
+    for number in range(2):
+        ready = tmp_path / f"ready-{number}"
+        with Child(draw_items, cache.path, ready) as child:
+            wait_until(ready.exists, "the pool to be at work")
+            child.kill()
+    assert cache.stats().rows < 400
+    with (
+        ThreadPoolExecutor(2) as executor,
+        ac.SamplerPool(cache, Items(Samples()), 2, executor=executor) as pool,
+    ):
+        pool.wait(timeout=60)
+    drawn = Counter(number for file in segment_files(cache) for number in read_ids(file))
+    assert drawn == Counter(range(400))
 
 
 READERS_THAT_ARE_KILLED = """

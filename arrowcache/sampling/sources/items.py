@@ -1,8 +1,9 @@
 """Items: each item of a map-style dataset once a pass, divided among the tasks of a pool.
 
 A pass is a shuffled order of all items, another one each time, and task k has its own places of it. So no
-item comes twice, whichever workers and executors there are, and a pool that is started again goes on. Early
-tasks have few items, so that training begins soon.
+item comes twice, whichever workers and executors there are. A pool that is started again draws the tasks
+that were begun and not published, however the earlier ones ended, and goes on: see storage/open_tasks.py.
+Early tasks have few items, so that training begins soon.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.native.order import KEYS, Pass, Stage
 from arrowcache.sampling.sources.source import Source
 from arrowcache.sampling.task import size_of
-from arrowcache.units import parse_count
+from arrowcache.units import format_count, parse_count
 
 _VARIABLE_SHARE = 4  # of a segment, that items like the first one fill: others may be larger
 
@@ -35,6 +36,15 @@ class Items(Source):
 
     Any of torch's map-style datasets will do, or a list. Where workers are processes, it has to pickle.
 
+    Each item of a pass is published once, by all pools of one name and seed on a cache together: one after
+    the other or at once, left early, stopped, killed, or with tasks that were given up, which the next pool
+    tries again. A pool ends once nothing is left that no other pool draws. Items whose segments were evicted
+    were drawn, and are not drawn again. There are three exceptions. A worker that is killed in the very
+    moment in which its segment appears may leave its items to be drawn twice, if that segment is evicted
+    before the next pool. A power cut may take items with it, unless the cache is durable. Segments that are
+    damaged, or on a node of a cluster that is lost, are not drawn again. The pools need the same division: a
+    dataset of another length, or another `segment_items`, is refused, and needs another name of the pool.
+
     Args:
         dataset: `len`, and items by index: dicts, tuples, dataclasses and others, nested, of arrays, tensors,
             numbers, text, bytes and images. A column is named by the way to it: `image`, `0`, `meta.age`.
@@ -42,7 +52,7 @@ class Items(Source):
         columns: keys of a dict, or positions in a tuple, to keep of each item. None means all.
         schema: types of columns that the first item does not tell, such as Ragged ones.
         segment_items: items of a segment. None means as many as fit; if their length varies, as many as fill
-            a quarter of it if all are like the first one.
+            a quarter of it if all are like the first one. Give it where the first item is random.
     Raises: TypeError, ValueError: no map-style dataset, or an argument that does not fit. SchemaError: an
         item that no columns hold.
     """
@@ -60,6 +70,11 @@ class Items(Source):
         schema: Mapping[str, FieldType] | None = None,
         segment_items: int | None = None,
     ) -> None:
+        if any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__):  # it may have a length
+            raise TypeError(
+                f"{type(dataset).__name__} is an IterableDataset, whose items have no numbers: write a "
+                "sampler that draws them, for arrowcache.SamplerPool"
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"a map-style dataset has a length and items by index; got {dataset!r}")
         self._dataset, self._length = dataset, len(dataset)
@@ -78,21 +93,28 @@ class Items(Source):
     def fitted(self, form: Form) -> Items:
         """Return these items, divided for segments of a form."""
         full = form.full_rows
-        if self.schema.variable:
+        if self._segment_items is not None:
+            full = min(full, self._segment_items)
+        elif self.schema.variable:
             like_the_first = row_bytes(self.schema) + self._first_bytes
             full = min(full, max(1, form.segment_bytes // _VARIABLE_SHARE // like_the_first))
-        full = full if self._segment_items is None else min(full, self._segment_items)
         early = [size_of(number, full, form.segment_bytes).rows for number in range(min(self._length, 64))]
         sizes = early + [full] * math.ceil(max(0, self._length - sum(early)) / full)
         starts = np.minimum(np.cumsum([0, *sizes]), self._length)
         fitted = copy.copy(self)
         fitted._starts = starts[: int(np.searchsorted(starts, self._length)) + 1]
-        fitted.tasks = None if self._passes is None else self._passes * (len(fitted._starts) - 1)
+        tasks = len(fitted._starts) - 1
+        fitted.tasks = None if self._passes is None else self._passes * tasks
+        fitted.division = (
+            f"{format_count(self._length, 'item')} in {format_count(tasks, 'segment')} of at most "
+            f"{format_count(int(np.diff(fitted._starts).max()), 'item')}"
+        )
         return fitted
 
     def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
         """Draw the items of one task; all of them, where no pool has divided them."""
         for index in self._indices(rng).tolist():
+            self.drawn = f"item {index}"
             yield self._form.row(self._dataset[index])
 
     def _indices(self, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -63,7 +63,12 @@ class Map(Source):
         changed = copy.copy(self)
         changed._source = fitted(self._source, form)
         changed.tasks = getattr(changed._source, "tasks", None)
+        changed.division = getattr(changed._source, "division", "")
         return changed
+
+    @property
+    def drawn(self) -> str:  # type: ignore[override]  # never set here
+        return getattr(self._source, "drawn", "")
 
     def close(self) -> None:
         if isinstance(self._source, Source):

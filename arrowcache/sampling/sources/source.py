@@ -36,9 +36,15 @@ class Source(Closable, ABC):
     is_divided: bool = False
     """A call yields what is of its task alone, once: its segment ends with it, full or not."""
 
+    division: str = ""
+    """The division of the samples among tasks, in words, once it is made. Pools of one name share it."""
+
     def fitted(self, form: Form) -> Source:  # noqa: ARG002  # one that is not divided fits any
         """Return this source for segments of a form; pools ask for it."""
         return self
+
+    drawn: str = ""
+    """The sample that was drawn last, in words, for the error of one that does not fit."""
 
     @abstractmethod
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:

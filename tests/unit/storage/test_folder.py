@@ -438,14 +438,44 @@ def test_a_release_that_knows_no_tasks_to_be_drawn_again_goes_on_with_the_next_n
     assert folder.claim_tasks("pool.0", 1) == 15
 
 
-def test_tasks_to_be_drawn_again_never_take_more_than_a_block(folder):
-    folder.claim_tasks("pool.0", 2000)
-    folder.return_tasks("pool.0", range(1000))
-    assert (folder.pools / "pool.0").stat().st_size == 8 * 501 <= 4096
+def test_tasks_to_be_drawn_again_never_take_more_than_eight_blocks(folder):
+    folder.claim_tasks("pool.0", 8000)
+    folder.return_tasks("pool.0", range(5000))
+    assert (folder.pools / "pool.0").stat().st_size == 8 * 4096
     assert folder.take_returned_task("pool.0") == 0
+    folder.claim_tasks("pool.0", 1, returned=True)
+    with pytest.raises(
+        ac.CacheFormatError, match=r"4095 tasks of pool pool\.0 were begun and never published"
+    ):
+        folder.claim_tasks("pool.0", 1, returned=True)
+    assert folder.returned_tasks("pool.0") == [*range(1, 4095), 8000]
+    assert folder.claim_tasks("pool.0", 1) == 8001
 
 
-@pytest.mark.parametrize("numbers", [(0, 0), (0, 0, 0), (5, 7), (5, 3, 3), (5, 2, 4), (5, 2**63)])
+def test_a_task_may_be_among_those_to_be_drawn_again_from_its_claim_until_it_ends(folder):
+    folder.end_task("pool.0", 0)
+    assert folder.claim_tasks("pool.0", 3, returned=True) == 0
+    assert folder.claim_tasks("pool.0", 1) == 3
+    assert folder.claim_tasks("pool.0", 1, returned=True) == 4
+    for ended, left in [(3, [0, 1, 2, 4]), (1, [0, 2, 4]), (4, [0, 2]), (0, [2]), (2, [])]:
+        folder.end_task("pool.0", ended)
+        assert folder.returned_tasks("pool.0") == left
+    assert (folder.pools / "pool.0").read_bytes() == (5).to_bytes(8, "little")
+
+
+def test_who_dies_while_a_task_is_left_out_leaves_out_no_other(folder, monkeypatch):
+    folder.claim_tasks("pool.0", 4, returned=True)
+
+    def refused(*_):
+        raise OSError(errno.EIO, "stopped")
+
+    monkeypatch.setattr(os, "ftruncate", refused)
+    with pytest.raises(OSError, match="stopped"):
+        folder.end_task("pool.0", 2)
+    assert folder.returned_tasks("pool.0") == [0, 1, 3]
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (0, 0, 0), (5, 7), (5, 4, 4, 3), (5, 2, 4), (5, 2**63)])
 def test_numbers_that_nobody_returned_are_not_drawn_again(folder, numbers):
     """As a power cut leaves them: zeros, or some of them."""
     data = b"".join(number.to_bytes(8, "little") for number in numbers)

@@ -47,9 +47,16 @@ def test_the_tasks_of_a_pool_are_told_from_those_of_others():
     def listed(*tasks):
         return [SegmentInfo(seq, 1, task, 1, 2, 3.0) for seq, task in enumerate(tasks)]
 
-    assert tasks_listed("a.0", listed("a.0.4", "a.0.11", "a.0.9", "b.0.30", "a.0.x", "a.00.40", "")) == 12
-    assert tasks_listed("a.0", listed("a.0.1.50", "x.a.0.51", "a.0.-1", "a.0.", "52", "a.0." + "9" * 19)) == 0
-    assert tasks_listed("a.0", []) == 0
+    assert tasks_listed("a.0", listed("a.0.4", "a.0.11", "a.0.9", "b.0.30", "a.0.x", "a.00.40", "")) == {
+        4,
+        11,
+        9,
+    }
+    assert (
+        tasks_listed("a.0", listed("a.0.1.50", "x.a.0.51", "a.0.-1", "a.0.", "52", "a.0." + "9" * 19))
+        == set()
+    )
+    assert tasks_listed("a.0", []) == set()
 
 
 @given(st.integers(0, 10**19), st.integers(0, 10**19))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,16 +15,21 @@ from arrowcache.sampling.sources import Items, Map, Mix
 
 
 class Numbers:
-    """A map-style dataset: {"x": (100,) of the number, "id": the number}."""
+    """A map-style dataset: {"x": (100,) of the number, "id": the number}. An item takes `pause` seconds."""
 
-    def __init__(self, length):
-        self.length = length
+    def __init__(self, length, pause=0.0):
+        self.length, self.pause = length, pause
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
+        time.sleep(self.pause)
         return {"x": np.full(100, index, np.float32), "id": index}
+
+
+class IterableDataset(Numbers):
+    """Has torch's name, and a length."""
 
 
 class Texts(Numbers):
@@ -86,28 +92,139 @@ def test_without_an_end_it_goes_on(tmp_path):
     assert max(counts.values()) - min(counts.values()) <= 1, "segments are in the order of the tasks"
 
 
-def test_a_pool_that_was_stopped_goes_on(tmp_path):
-    source = Items(Numbers(2000))
+def stopped(pool):
+    pool.stop()
+
+
+def stopped_with_parts(pool):
+    pool.stop(publish=True)
+
+
+def left(pool):
+    """The end of the `with` block."""
+
+
+@pytest.mark.parametrize("ended", [stopped, stopped_with_parts, left])
+def test_a_pool_that_was_stopped_goes_on_and_each_item_comes_once(tmp_path, ended):
+    source = Items(Numbers(600, pause=0.004))
     cache = cache_of(source, tmp_path / "cache")
     with ThreadPoolExecutor(2) as executor:
-        for publish in (True, False, True):
-            with ac.SamplerPool(cache, source, workers=2, executor=executor, segments=8) as pool:
-                pool.wait(rows=1, timeout=60)
-                pool.stop(publish=publish)
+        for _ in range(3):
+            with ac.SamplerPool(cache, source, workers=2, executor=executor) as pool:
+                pool.wait(rows=60, timeout=60)
+                ended(pool)
+        assert len(ids(cache)) < 600
         with ac.SamplerPool(cache, source, workers=2, executor=executor) as pool:
             pool.wait(timeout=60)
-    assert {*ids(cache)} >= {*range(2000)} - _lost(cache)
+    assert Counter(ids(cache)) == Counter(range(600))
 
 
-def _lost(cache):
-    """Items of tasks that a stop without publishing gave up: their numbers are not drawn again."""
-    tasks = {int(segment.task.rpartition(".")[2]) for segment in cache.store.segments() if segment.task}
-    source = Items(Numbers(2000)).fitted(cache.store.settings.form)
-    lost = set()
-    for number in {*range(source.tasks)} - tasks:
-        rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(number,)))
-        lost |= {sample["id"] for sample in source(rng)}
-    return lost
+def test_tasks_whose_segments_were_evicted_are_not_drawn_again(tmp_path):
+    source = Items(Numbers(1000))
+    cache = cache_of(source, tmp_path / "cache")
+    with ThreadPoolExecutor(2) as executor:
+        with ac.SamplerPool(cache, source, workers=2, executor=executor) as pool:
+            pool.wait(rows=300, timeout=60)
+        drawn = ids(cache)
+        cache.evict("1GiB")
+        with ac.SamplerPool(cache, source, workers=2, executor=executor) as pool:
+            pool.wait(timeout=60)
+    assert Counter(drawn + ids(cache)) == Counter(range(1000))
+
+
+def test_two_pools_at_once_share_the_items(tmp_path):
+    source = Items(Numbers(1000, pause=0.0002))
+    cache = cache_of(source, tmp_path / "cache")
+    with (
+        ThreadPoolExecutor(4) as executor,
+        ac.SamplerPool(cache, source, workers=2, executor=executor) as one,
+        ac.SamplerPool(cache, source, workers=2, executor=executor) as other,
+    ):
+        one.wait(timeout=60)
+        other.wait(timeout=60)
+    assert one.stats().rows + other.stats().rows == 1000
+    assert Counter(ids(cache)) == Counter(range(1000))
+
+
+def test_tasks_that_were_given_up_are_drawn_by_the_next_pool(tmp_path):
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            if index % 10 == 7 and self.length == 100:
+                raise OSError(f"cannot read {index}")
+            return super().__getitem__(index)
+
+    source = Items(Broken(100))
+    cache = cache_of(source, tmp_path / "cache", segment_rows=5)
+    with ThreadPoolExecutor(1) as executor:
+        with (
+            ac.SamplerPool(cache, source, 1, executor=executor, retries=0) as pool,
+            pytest.raises(ac.SamplerError, match="cannot read"),
+        ):
+            pool.wait(timeout=60)
+        assert len(ids(cache)) < 100
+        with ac.SamplerPool(cache, Items(Numbers(100)), 1, executor=executor) as pool:
+            pool.wait(timeout=60)
+    assert Counter(ids(cache)) == Counter(range(100))
+
+
+def passing(rng):
+    while True:
+        yield {"x": rng.random(100, np.float32), "id": -1}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"),
+    [
+        (Items(Numbers(100)), Items(Numbers(300)), "100 items in .* draw from 300 items in"),
+        (Items(Numbers(100)), Items(Numbers(100), segment_items=8), "at most 16 items.* at most 8 items"),
+        (Items(Numbers(100)), passing, "now to draw from a sampler whose tasks draw from all"),
+        (passing, Map(Items(Numbers(100)), dict), "drew from a sampler .* draw from 100 items"),
+    ],
+)
+def test_a_pool_of_another_division_is_refused_and_another_name_is_the_way_out(tmp_path, first, then, says):
+    cache = cache_of(Items(Numbers(1)), tmp_path / "cache")
+    with ThreadPoolExecutor(2) as executor:
+        with ac.SamplerPool(cache, first, 2, executor=executor, segments=2) as pool:
+            pool.wait(timeout=60)
+        with pytest.raises(ValueError, match=f"(?s){says}.* Pass another name="):
+            ac.SamplerPool(cache, then, 2, executor=executor)
+        assert not cache.store.usage.somebody_writes()
+        with ac.SamplerPool(cache, then, 2, executor=executor, name="then") as pool:
+            pool.wait(segments=2, timeout=60)
+        with ac.SamplerPool(cache, first, 2, executor=executor, segments=2) as pool:
+            pool.wait(timeout=60)
+
+
+def test_more_passes_go_on_where_fewer_ended(tmp_path):
+    cache = cache_of(Items(Numbers(100)), tmp_path / "cache")
+    with ThreadPoolExecutor(2) as executor:
+        for passes in (1, 1, 3):
+            with ac.SamplerPool(cache, Items(Numbers(100), passes), 2, executor=executor) as pool:
+                pool.wait(timeout=60)
+    assert Counter(ids(cache)) == Counter([*range(100)] * 3)
+
+
+@pytest.mark.parametrize("changed", [lambda source: source, lambda source: Map(source, dict)])
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"x": np.zeros(99, np.float32)}, r"item 37: field 'x': expected shape \(100,\), got \(99,\)"),
+        ({"z": 1}, "item 37: the item has x, id, z, and in the first item"),
+    ],
+)
+def test_an_item_that_does_not_fit_is_named(tmp_path, odd, says, changed):
+    class Odd(Numbers):
+        def __getitem__(self, index):
+            return super().__getitem__(index) | (odd if index == 37 else {})
+
+    source = changed(Items(Odd(100)))
+    cache = cache_of(source, tmp_path / "cache")
+    with (
+        ThreadPoolExecutor(1) as executor,
+        ac.SamplerPool(cache, source, 1, executor=executor, retries=0) as pool,
+        pytest.raises(ac.SamplerError, match=says),
+    ):
+        pool.wait(timeout=60)
 
 
 @pytest.mark.slow
@@ -178,6 +295,7 @@ def test_items_that_do_not_fit_a_segment_are_an_error_that_says_what_to_do(tmp_p
     [
         ((3,), TypeError, "a length and items by index; got 3"),
         (([],), ValueError, "empty"),
+        ((IterableDataset(3),), TypeError, "IterableDataset, whose items have no numbers: write a sampler"),
         (([1], 0), ValueError, "passes"),
         (([{"x": None}],), ac.SchemaError, "'x' is None"),
     ],

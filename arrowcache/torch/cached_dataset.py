@@ -120,7 +120,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
 
     Any number of DataLoader workers, ranks and jobs of this machine share the cache. Each access gives new
-    objects: the tensors and arrays of items that were asked for together share memory, and nobody else's.
+    objects, whose memory is their own.
     Pickles as its arguments; the dataset inside has to pickle where DataLoader workers are not forked.
     """
 

@@ -1,6 +1,7 @@
 """Restore: columns of a cache as the values that a dataset's items had.
 
-Tensors and arrays are over the column's memory, each over rows of its own. Pure.
+Each value owns its memory, as one that the dataset made: it keeps no column alive, and autograd sees no other
+value change with it. That takes a copy a value. Pure.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def require_restorable(leaf: Leaf) -> None:
 
 
 def restored(leaf: Leaf, kind: FieldType, column: ColumnData) -> Sequence[Any]:
-    """Return the values of a column, one a row, as the leaf's class.
+    """Return the values of a column, one a row, as the leaf's class: copies.
 
     Args:
         column: (n, *shape), n texts or bytes, or `Values` of n rows.
@@ -56,19 +57,20 @@ def restored(leaf: Leaf, kind: FieldType, column: ColumnData) -> Sequence[Any]:
     if isinstance(column, Values):
         return [*map(_of_ragged(leaf), _rows(column, kind, to_tensors=leaf.type is torch.Tensor))]
     if leaf.type is torch.Tensor:
-        return to_tensor(column, kind).unbind()  # type: ignore[no-any-return]
+        return [*map(torch.clone, to_tensor(column, kind).unbind())]
     if leaf.type in (bool, int, float, complex, list):
         return column.tolist()  # type: ignore[no-any-return]
     if leaf.type is dt.datetime:
         return column.astype("datetime64[us]").tolist()  # type: ignore[no-any-return]
     if leaf.mode:
         return [_image(leaf, row) for row in column]
-    return [*column]  # arrays, or scalars of NumPy
+    return [*map(np.copy, column)] if leaf.type is np.ndarray else [*column]
 
 
 def _rows(column: Values, kind: FieldType, *, to_tensors: bool) -> Sequence[Any]:
     data = to_tensor(column.data, kind) if to_tensors else column.data
-    return [data[start:stop] for start, stop in itertools.pairwise(column.offsets.tolist())]
+    copied = torch.clone if to_tensors else np.copy
+    return [copied(data[start:stop]) for start, stop in itertools.pairwise(column.offsets.tolist())]
 
 
 def _of_ragged(leaf: Leaf) -> Callable[[Any], Any]:

@@ -154,6 +154,27 @@ def test_writing_to_an_item_changes_no_other(path):
         assert again["x"][0, 0] == train[1]["x"][0, 0] == 1
 
 
+def test_an_item_that_is_read_can_be_used_as_one_that_was_made(path):
+    weight = torch.ones(3, requires_grad=True)
+    with cached(Items(*torch.ones(4, 3).unbind()), path, capacity="16MiB") as train:
+        train.fill(0, progress=False)
+        one, other = train.__getitems__([1, 2])
+        loss = (weight * one).sum()
+        other.add_(1)  # autograd has kept the one, and none other
+        loss.backward()
+        train[3].mul_(weight)
+
+
+@pytest.mark.parametrize("schema", [{}, {"x": ac.Ragged("float32", (1024,)), "a": ac.Ragged("float64")}])
+def test_an_item_that_is_kept_keeps_no_other(path, schema):
+    items = pairs(lambda n: {"x": large(n), "a": np.full(1000, float(n))})
+    with cached(Items(*items), path, capacity="16MiB", schema=schema) as train:
+        train.fill(0, progress=False)
+        kept = train.__getitems__([0, 1, 2])[1]
+        assert kept["x"].untyped_storage().nbytes() == kept["x"].nbytes
+        assert kept["a"].base is None
+
+
 def test_an_item_that_is_kept_is_never_overwritten(path):
     with cached(Numbers(50), path, capacity="16MiB") as train:
         kept = [train[index] for _ in range(2) for index in range(50)]

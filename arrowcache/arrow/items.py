@@ -22,11 +22,24 @@ ALONE = "value"
 
 
 class Leaf(NamedTuple):
-    """A leaf of the first item. `mode` is an image's, such as "RGB"; empty for all else."""
+    """A leaf of an item.
+
+    `mode` is an image's, such as "RGB", `dtype` that of an array or a tensor, and `detail` what else there is
+    to tell: the class of a list's numbers, for one. Empty, or None, for all else.
+    """
 
     name: str
     type: type
     mode: str = ""
+    dtype: Any = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.mode:
+            return f"an image of mode {self.mode!r}"
+        article = "an" if self.type.__name__[0] in "aeiou" else "a"
+        dtype = f" of {self.dtype}" if self.dtype is not None else ""
+        return f"{article} {self.type.__name__}{dtype}{' ' * bool(self.detail)}{self.detail}"
 
 
 class Node(NamedTuple):
@@ -48,6 +61,7 @@ class ItemForm:
         item: the first item.
         schema: types of leaves, by name, that one item does not tell, such as Ragged ones.
         columns: keys of a dict, or positions in a tuple or list, to keep. None means all.
+        exact: refuse later items whose parts are of other classes or dtypes than those of the first.
     Raises: SchemaError: a value that no column holds. ValueError, TypeError: `schema` or `columns` names what
         an item has not.
     """
@@ -57,7 +71,10 @@ class ItemForm:
         item: object,
         schema: Mapping[str, FieldType] | None = None,
         columns: Sequence[str | int] | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         self._keys = None if columns is None else _chosen_keys(item, columns)
         item = self.chosen(item)
         self._root = _part("", item)
@@ -74,14 +91,14 @@ class ItemForm:
     def row(self, item: object) -> dict[str, Any]:
         """Return the values of an item by the names of their columns; arrays and tensors as they are.
 
-        Raises: SchemaError: its parts are not those of the first item.
+        Raises: SchemaError: its parts are not those of the first item, or, where that is asked, of its classes.
         """
         return self.row_of_chosen(self.chosen(item))
 
     def row_of_chosen(self, item: object) -> dict[str, Any]:
         """Return what `row` does, of an item that `chosen` or `item` returned."""
         values: dict[str, Any] = {}
-        _take(self._root, item, values)
+        _take(self._root, item, values, self._exact)
         return values
 
     def variable_bytes(self, row: Mapping[str, Any]) -> int:
@@ -139,20 +156,38 @@ def _position(column: str | int) -> int:
 
 
 def _part(name: str, value: Any) -> Part:
-    if value is None:
-        raise SchemaError(
-            f"{_shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
-            "the type that it has elsewhere, such as -1 or ''"
-        )
     opened = _opened(value)
     if opened is None:
-        return Leaf(name or ALONE, type(value), _mode(value))
+        return _leaf(name, value)
     keys, values = opened
     if not keys:
         raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
     named = zip(keys, values, strict=True)
     parts = tuple(_part(f"{name}.{key}".lstrip("."), each) for key, each in named)
     return Node(name, type(value), keys, parts)
+
+
+def _leaf(name: str, value: Any) -> Leaf:
+    if value is None:
+        raise SchemaError(
+            f"{_shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
+            "the type that it has elsewhere, such as -1 or ''"
+        )
+    return Leaf(name or ALONE, type(value), _mode(value), getattr(value, "dtype", None), _detail(value))
+
+
+def _detail(value: Any) -> str:
+    if isinstance(value, list):
+        return f"of {' and '.join(sorted(_classes(value)))}"
+    return ""
+
+
+def _classes(values: list[Any]) -> set[str]:
+    """The names of the classes of a nested list's numbers."""
+    classes = {*map(type, values)}
+    if list not in classes:
+        return {each.__name__ for each in classes}
+    return set().union(*(_classes(each) if isinstance(each, list) else {type(each).__name__} for each in values))
 
 
 def _opened(value: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
@@ -189,25 +224,29 @@ def _leaves(part: Part) -> Iterator[Leaf]:
             yield from _leaves(each)
 
 
-def _take(part: Part, value: Any, values: dict[str, Any]) -> None:
+def _take(part: Part, value: Any, values: dict[str, Any], exact: bool) -> None:
     if isinstance(part, Leaf):
-        if part.mode != _mode(value):
-            found = f"an image of mode {_mode(value)!r}" if _mode(value) else f"a {type(value).__name__}"
-            wanted = f"an image of mode {part.mode!r}" if part.mode else f"a {part.type.__name__}"
-            raise SchemaError(f"{part.name!r} is {found}, and in the first item {wanted}: convert it")
+        found = _leaf(part.name, value)
+        if found.mode != part.mode or (exact and found != part):
+            raise SchemaError(f"{part.name!r} is {found}, and in the first item {part}: convert it")
         values[part.name] = value
         return
+    if exact and type(value) is not part.type and _opened(value):
+        raise SchemaError(
+            f"{_shown(part.name)} is a {type(value).__name__}, and in the first item a "
+            f"{part.type.__name__}: convert it"
+        )
     keys, children = _opened(value) or ((), ())
     if isinstance(value, Mapping) and keys != part.keys and {*keys} == {*part.keys}:
         keys, children = part.keys, [value[key] for key in part.keys]
     if keys != part.keys:
-        found = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
+        found_here = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
         raise SchemaError(
-            f"{_shown(part.name)} {found}, and in the first item it has {', '.join(map(str, part.keys))}: "
+            f"{_shown(part.name)} {found_here}, and in the first item it has {', '.join(map(str, part.keys))}: "
             "give all items the same parts"
         )
     for each, child in zip(part.parts, children, strict=True):
-        _take(each, child, values)
+        _take(each, child, values, exact)
 
 
 def _made(part: Part, values: Iterator[Any], *, of_batch: bool = False) -> Any:

@@ -500,7 +500,7 @@ def cached(
     require_share(replace, "replace")
     item: Any = dataset[0]
     try:
-        form = ItemForm(item, schema, columns)
+        form = ItemForm(item, schema, columns, exact=True)
         for leaf in form.leaves:
             require_restorable(leaf)
     except SchemaError as error:

@@ -91,8 +91,10 @@ def test_values_of_different_lengths_are_ragged(path):
             r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*Ragged",
         ),
         ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
-        ([{"x": 1}, {"x": 1.5}], "item 1: field 'x': expected int64, and 1.5 is not exactly one"),
-        ([{"x": 1}, {"x": None}], "item 1: field 'x'"),
+        ([{"x": 1}, {"x": 1.0}], "item 1: 'x' is a float, and in the first item an int"),
+        ([torch.ones(2), np.ones(2)], "item 1: 'value' is a ndarray .* a Tensor of torch.float32"),
+        ([[0.5, 1.5], [1, 2]], "item 1: 'value' is a list of int, and in the first item a list of float"),
+        ([{"x": 1}, {"x": None}], "item 1: 'x' is None, .* leave it out"),
     ],
 )  # fmt: skip
 def test_an_item_that_does_not_fit_is_named(path, items, says):

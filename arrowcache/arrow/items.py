@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
     """A leaf of an item.
 
     `mode` is an image's, such as "RGB", `dtype` that of an array or a tensor, and `detail` what else there is
-    to tell: the class of a list's numbers, for one. Empty, or None, for all else.
+    to tell: the classes of a list's numbers, a time zone, a gradient, a device. Empty, or None, for all else.
     """
 
     name: str
@@ -77,7 +77,7 @@ class ItemForm:
         self._exact = exact
         self._keys = None if columns is None else _chosen_keys(item, columns)
         item = self.chosen(item)
-        self._root = _part("", item)
+        self._root = _part("", item, exact)
         self.leaves = tuple(_leaves(self._root))
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) < len(names):
@@ -155,15 +155,21 @@ def _position(column: str | int) -> int:
         raise TypeError(f"columns of a tuple or list are positions, not {column!r}") from None
 
 
-def _part(name: str, value: Any) -> Part:
+def _part(name: str, value: Any, exact: bool) -> Part:
     opened = _opened(value)
     if opened is None:
         return _leaf(name, value)
     keys, values = opened
     if not keys:
         raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
+    if exact and isinstance(value, tuple | list) and type(value) not in (tuple, list) and keys[0] == 0:
+        plain = "list" if isinstance(value, list) else "tuple"
+        raise SchemaError(
+            f"{_shown(name)} is a {type(value).__module__}.{type(value).__name__}, which is more than its "
+            f"values: give {plain}(value)"
+        )
     named = zip(keys, values, strict=True)
-    parts = tuple(_part(f"{name}.{key}".lstrip("."), each) for key, each in named)
+    parts = tuple(_part(f"{name}.{key}".lstrip("."), each, exact) for key, each in named)
     return Node(name, type(value), keys, parts)
 
 
@@ -179,7 +185,12 @@ def _leaf(name: str, value: Any) -> Leaf:
 def _detail(value: Any) -> str:
     if isinstance(value, list):
         return f"of {' and '.join(sorted(_classes(value)))}"
-    return ""
+    if getattr(value, "tzinfo", None) is not None:
+        return "with a time zone"
+    if getattr(value, "requires_grad", False) is True:
+        return "with a gradient"
+    device = str(getattr(value, "device", "cpu"))  # NumPy's arrays have one, too
+    return "" if device == "cpu" else f"on {device}"
 
 
 def _classes(values: list[Any]) -> set[str]:

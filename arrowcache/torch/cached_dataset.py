@@ -502,7 +502,7 @@ def cached(
     try:
         form = ItemForm(item, schema, columns, exact=True)
         for leaf in form.leaves:
-            require_restorable(leaf)
+            require_restorable(leaf, form.schema[leaf.name])
     except SchemaError as error:
         raise SchemaError(f"item 0: {error}") from None
     settings = _settings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import pickle
 import shutil
@@ -113,14 +114,33 @@ def test_an_item_that_does_not_fit_is_named(path, items, says):
         ({"_index": 1}, "'_index'"),
         (
             torch.nn.Parameter(torch.zeros(2)),
-            "item 0: 'value' is a Parameter, which is more than its numbers",
+            "item 0: 'value' is a Parameter .*, which is more than a column keeps: give tensor.detach",
         ),
+        ({"x": torch.zeros(2, requires_grad=True)}, r"'x' is a Tensor .* with a gradient.*: give tensor\.detach"),
+        (torch.max(torch.ones(2, 2), 0), r"is a torch\.return_types\.max, .*: give tuple\(value\)"),
+        (dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc), "a datetime with a time zone, .*tzinfo=None"),
+        ([1, 2.5], "'value' is a list of float and int, .*: give numbers of one class"),
+        (np.str_("a"), r"'value' is a str_ .*: give str\(value\)"),
     ],
 )
 def test_a_first_item_that_no_columns_hold_is_refused(path, item, says):
     with pytest.raises(ac.SchemaError, match=says):
         cached(Items(item), path, capacity="16MiB")
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (torch.zeros(2), ac.Tensor("float64", (2,))),
+        (np.zeros(2, np.float32), ac.Ragged("float64")),
+        ([1, 2], ac.Tensor("float64", (2,))),
+        (1, ac.Tensor("bfloat16")),
+    ],
+)
+def test_a_schema_of_another_dtype_is_refused(path, item, kind):
+    with pytest.raises(ac.SchemaError, match=f"item 0: 'value' is .*would come back .*{kind.dtype}"):
+        cached(Items(item), path, capacity="16MiB", schema={"value": kind})
 
 
 def test_an_image_with_a_palette_is_refused(path):

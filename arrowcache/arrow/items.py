@@ -88,6 +88,11 @@ class ItemForm:
         values = self.row_of_chosen(item)
         self.schema = Schema({name: given.get(name) or infer_type(name, values[name]) for name in names})
 
+    @property
+    def classes(self) -> str:
+        """The leaves' classes, and modes of images, as a text; dtypes are in the schema."""
+        return ", ".join(f"{leaf.name}: {leaf.mode or leaf.type.__name__}" for leaf in self.leaves)
+
     def row(self, item: object) -> dict[str, Any]:
         """Return the values of an item by the names of their columns; arrays and tensors as they are.
 

@@ -490,7 +490,7 @@ def cached(
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
     Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
-        of another version, length or columns. SchemaError: an item that no columns hold. ValueError: an
+        of another version, length, columns or classes. SchemaError: an item that no columns hold. ValueError: an
         argument that does not fit.
     """
     length = _length_of(dataset)
@@ -506,7 +506,7 @@ def cached(
     except SchemaError as error:
         raise SchemaError(f"item 0: {error}") from None
     settings = _settings(
-        form, form.row(item), parse_bytes(capacity, "capacity"), CachedItems(length, version)
+        form, form.row(item), parse_bytes(capacity, "capacity"), CachedItems(length, version, form.classes)
     )
     train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
     train.begin(item)
@@ -584,12 +584,15 @@ def _open(spec: _Spec) -> Store:
 
 def _require_fit(found: Settings, spec: _Spec) -> None:
     wanted = spec.settings
+    assert wanted.dataset is not None
     if found.dataset is None:
         why = "is a rolling cache, which samplers fill"
-    elif found.dataset != wanted.dataset:
+    elif (found.dataset.length, found.dataset.version) != (wanted.dataset.length, wanted.dataset.version):
         why = f"holds {found.dataset}, and this dataset has {wanted.dataset}"
     elif found.schema != wanted.schema:
         why = f"holds items of other columns: {difference(found.schema, wanted.schema)}"
+    elif found.dataset.values != wanted.dataset.values:
+        why = f"holds items of {found.dataset.values}, and this dataset has {wanted.dataset.values}"
     else:
         return
     raise CacheFormatError(f"{spec.path} {why}: give another path, or remove the folder if nobody needs it")

@@ -466,6 +466,24 @@ def test_another_dataset_is_refused(path, dataset, options, says):
     assert sorted((file, file.stat().st_mtime) for file in path.rglob("*")) == before
 
 
+def image(mode):
+    return pytest.importorskip("PIL.Image").new("RGB", (4, 4), "red").convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "says"),
+    [
+        (lambda: image("RGB"), lambda: image("HSV"), "holds items of value: RGB, and this dataset has value: HSV"),
+        (lambda: {"x": torch.ones(2)}, lambda: {"x": np.ones(2, np.float32)}, "x: Tensor, .* has x: ndarray"),
+    ],
+)
+def test_values_of_other_classes_in_the_same_columns_are_refused(path, first, other, says):
+    cached(Items(first()), path, capacity="16MiB").close()
+    with pytest.raises(ac.CacheFormatError, match=says):
+        cached(Items(other()), path, capacity="16MiB")
+    cached(Items(first()), path, capacity="16MiB").close()
+
+
 def test_a_rolling_cache_is_refused_and_a_datasets_cache_is_no_rolling_one(path, tmp_path):
     ac.Cache.create(tmp_path / "rolling", {"x": ac.String()}, "100MiB", "1MiB")
     with pytest.raises(ac.CacheFormatError, match="is a rolling cache"):

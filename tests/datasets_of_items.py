@@ -80,6 +80,7 @@ KINDS = {
     "tensors": pairs(lambda n: torch.full((2, 3), float(n))),
     "bfloat16": pairs(lambda n: torch.full((2,), n, dtype=torch.bfloat16)),
     "complex": pairs(lambda n: torch.full((2,), complex(n, 1))),
+    "conjugates": pairs(lambda n: torch.full((2,), complex(n, 1)).conj()),
     "flags": pairs(lambda n: torch.tensor([n > 1, True])),
     "tensors without dimensions": pairs(torch.tensor),
     "arrays": pairs(lambda n: np.full((2, 3), n, np.int16)),

@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from arrowcache.arrow.convert import infer_type, variable_row
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.convert import as_array, infer_type, variable_row
+from arrowcache.arrow.dtype import dtype_of
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.errors import SchemaError
 from arrowcache.units import as_int
 
 ALONE = "value"
+_NUMBERS = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 
 class Leaf(NamedTuple):
@@ -59,7 +61,8 @@ class ItemForm:
 
     Args:
         item: the first item.
-        schema: types of leaves, by name, that one item does not tell, such as Ragged ones.
+        schema: types of leaves, by name, that one item does not tell, such as Ragged ones. An empty array or
+            list is Ragged without that: one of floats, if it is a list.
         columns: keys of a dict, or positions in a tuple or list, to keep. None means all.
         exact: refuse later items whose parts are of other classes or dtypes than those of the first.
     Raises: SchemaError: a value that no column holds. ValueError, TypeError: `schema` or `columns` names what
@@ -77,16 +80,16 @@ class ItemForm:
         self._exact = exact
         self._keys = None if columns is None else _chosen_keys(item, columns)
         item = self.chosen(item)
-        self._root = _part("", item, exact)
+        given = dict(schema or {})
+        self._root = _part("", item, given, exact)
         self.leaves = tuple(_leaves(self._root))
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) < len(names):
             raise SchemaError(f"two values of an item would have one name ({', '.join(names)}): rename a key")
-        given = dict(schema or {})
         if unknown := [name for name in given if name not in names]:
             raise ValueError(f"schema names {', '.join(map(repr, unknown))}: an item has {', '.join(names)}")
         values = self.row_of_chosen(item)
-        self.schema = Schema({name: given.get(name) or infer_type(name, values[name]) for name in names})
+        self.schema = Schema({name: given.get(name) or _type_of(name, values[name]) for name in names})
 
     @property
     def classes(self) -> str:
@@ -160,10 +163,11 @@ def _position(column: str | int) -> int:
         raise TypeError(f"columns of a tuple or list are positions, not {column!r}") from None
 
 
-def _part(name: str, value: Any, exact: bool) -> Part:
+def _part(name: str, value: Any, given: Mapping[str, FieldType], exact: bool) -> Part:
     opened = _opened(value)
     if opened is None:
-        return _leaf(name, value)
+        leaf = _leaf(name, value)
+        return leaf._replace(detail=_numbers_of(given.get(leaf.name))) if _is_empty_list(value) else leaf
     keys, values = opened
     if not keys:
         raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
@@ -174,7 +178,7 @@ def _part(name: str, value: Any, exact: bool) -> Part:
             f"values: give {plain}(value)"
         )
     named = zip(keys, values, strict=True)
-    parts = tuple(_part(f"{name}.{key}".lstrip("."), each, exact) for key, each in named)
+    parts = tuple(_part(f"{name}.{key}".lstrip("."), each, given, exact) for key, each in named)
     return Node(name, type(value), keys, parts)
 
 
@@ -185,6 +189,29 @@ def _leaf(name: str, value: Any) -> Leaf:
             "the type that it has elsewhere, such as -1 or ''"
         )
     return Leaf(name or ALONE, type(value), _mode(value), getattr(value, "dtype", None), _detail(value))
+
+
+def _is_empty_list(value: Any) -> bool:
+    return isinstance(value, list) and not value
+
+
+def _numbers_of(kind: FieldType | None) -> str:
+    """The detail of a list of which only the type of its column is known."""
+    if not isinstance(kind, Tensor | Ragged):
+        return "of float"
+    return f"of {_NUMBERS[dtype_of(kind.dtype).kind]}"
+
+
+def _type_of(name: str, value: Any) -> FieldType:
+    """The type of a value's column. What is empty shows that its length varies."""
+    is_empty = _is_empty_list(value) or (getattr(value, "shape", ()) or (1,))[0] == 0
+    if not is_empty:
+        return infer_type(name, value)
+    array, dtype = as_array(name, value)
+    try:
+        return Ragged(dtype, array.shape[1:])
+    except ValueError as error:
+        raise SchemaError(f"field {name!r}: {error}") from None
 
 
 def _detail(value: Any) -> str:
@@ -243,8 +270,10 @@ def _leaves(part: Part) -> Iterator[Leaf]:
 def _take(part: Part, value: Any, values: dict[str, Any], exact: bool) -> None:
     if isinstance(part, Leaf):
         found = _leaf(part.name, value)
-        if found.mode != part.mode or (exact and found != part):
-            raise SchemaError(f"{part.name!r} is {found}, and in the first item {part}: convert it")
+        is_same = found == part or (part.type is list and _is_empty_list(value))
+        if found.mode != part.mode or (exact and not is_same):
+            hint = ", or, where the first one is empty, name its type in schema" if part.type is list else ""
+            raise SchemaError(f"{part.name!r} is {found}, and in the first item {part}: convert it{hint}")
         values[part.name] = value
         return
     if exact and type(value) is not part.type and _opened(value):

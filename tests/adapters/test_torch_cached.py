@@ -157,6 +157,33 @@ def test_columns_are_all_that_is_stored_and_given(path):
         assert set(train.cache.schema) == {"y", "x", "_index"}
 
 
+@pytest.mark.parametrize(
+    ("items", "kind"),
+    [
+        ([np.zeros((0, 4), np.float32), np.ones((3, 4), np.float32)], ac.Ragged("float32", (4,))),
+        ([torch.zeros(0, dtype=torch.int64), torch.arange(3)], ac.Ragged("int64")),
+        ([[], [1.5], []], ac.Ragged("float64")),
+    ],
+)
+def test_a_first_item_that_is_empty_shows_that_lengths_differ(path, items, kind):
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        for _ in range(2):
+            assert all(map(same, train.__getitems__([*range(len(items))]), items))
+        assert train.cached == len(items)
+        assert train.cache.schema["value"] == kind
+
+
+def test_a_first_list_that_is_empty_has_the_numbers_that_schema_says(path):
+    with cached(Items([], [1]), path / "a", capacity="16MiB", schema={"value": ac.Ragged("int64")}) as train:
+        train.fill(0, progress=False)
+        assert train[1] == [1]
+    with (
+        cached(Items([], [1]), path / "b", capacity="16MiB") as train,
+        pytest.raises(ac.SchemaError, match="where the first one is empty, name its type in schema"),
+    ):
+        train[1]
+
+
 def test_a_transform_is_called_at_each_access_and_never_stored(path):
     calls = []
     with cached(Numbers(5), path, capacity="16MiB", transform=lambda item: calls.append(item["y"])) as train:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from arrowcache.arrow.convert import as_array, infer_type, variable_row
+from arrowcache.arrow.convert import as_array, infer_type, require_value, variable_row
 from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.errors import SchemaError
@@ -108,6 +108,11 @@ class ItemForm:
         values: dict[str, Any] = {}
         _take(self._root, item, values, self._exact)
         return values
+
+    def require(self, row: Mapping[str, Any]) -> None:
+        """Make sure that the columns hold a row. Raises: SchemaError: a value does not fit."""
+        for name, kind in self.schema.items():
+            require_value(name, kind, row[name])
 
     def variable_bytes(self, row: Mapping[str, Any]) -> int:
         """Return the bytes of a row's columns of variable length.

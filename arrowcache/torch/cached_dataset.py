@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from arrowcache.arrow.arrangement import needs_gaps
-from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.items import ItemForm
 from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import FieldType, Schema, Tensor
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.arrow.segment import encoded_bytes_bound
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
@@ -235,12 +234,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         try:
             if not is_wanted():
                 raise Unwanted
-            for index, item in zip(
-                indices, many(indices) if many else map(inner.__getitem__, indices), strict=True
-            ):
-                if reader is not None and is_claimed:
-                    _put(reader, self._spec.form, index, item)
-                made.append(self._spec.form.chosen(item))
+            # a generator: a StopIteration of the dataset is an error, and no end
+            items = many(indices) if many else (inner[index] for index in indices)
+            for index, item in zip(indices, items, strict=True):
+                made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
                 if len(made) < len(indices) and not is_wanted():
                     raise Unwanted
             return made
@@ -270,7 +267,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader = self.reader_here()
         first = np.zeros(1, np.int64)
         if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
-            _put(reader, self._spec.form, 0, item)
+            _kept(self._spec.form, 0, item, reader)
         if reader is not None:
             reader.rest()
 
@@ -503,11 +500,10 @@ def cached(
         form = ItemForm(item, schema, columns, exact=True)
         for leaf in form.leaves:
             require_restorable(leaf, form.schema[leaf.name])
+        items = CachedItems(length, version, form.classes)
+        settings = _settings(form, form.row(item), parse_bytes(capacity, "capacity"), items)
     except SchemaError as error:
         raise SchemaError(f"item 0: {error}") from None
-    settings = _settings(
-        form, form.row(item), parse_bytes(capacity, "capacity"), CachedItems(length, version, form.classes)
-    )
     train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
     train.begin(item)
     return train
@@ -537,8 +533,7 @@ def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: Ca
     if INDEX in form.schema:
         raise SchemaError(f"an item has a value named {INDEX!r}, which is the name of its index: rename it")
     schema = Schema({**form.schema, INDEX: Tensor("int64")})
-    for name, kind in form.schema.items():
-        require_value(name, kind, row[name])
+    form.require(row)
     of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + form.variable_bytes(row)
     wanted = min(
         max(capacity // _SEGMENTS, _ITEMS * of_one), _MOST_SEGMENT_BYTES, capacity // _LEAST_SEGMENTS
@@ -546,24 +541,50 @@ def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: Ca
     return settings_of(schema, capacity, max(wanted, of_one), None, 0.0, durable=False, dataset=dataset)
 
 
-def _put(reader: ReadThrough, form: ItemForm, index: int, item: Any) -> None:
-    """Publish an item that was claimed. Raises: SchemaError: names the item, and says what may help."""
+def _kept(form: ItemForm, index: int, item: Any, reader: ReadThrough | None) -> Any:
+    """Return what `columns` keeps of an item, and publish it, if that was claimed.
+
+    Args:
+        reader: publishes it. None: it is only checked.
+    Raises: SchemaError: names the item, and says what may help.
+    """
     row: dict[str, Any] = {}
     try:
-        row = form.row(item)
-        reader.put(index, row)
+        kept = form.chosen(item)
+        row = form.row_of_chosen(kept)
+        if reader is None:
+            form.require(row)
+        else:
+            reader.put(index, row)
+        return kept
     except SchemaError as error:
-        kinds = [(name, form.schema[name]) for name in row]
-        ragged = [
-            f"{name!r}: Ragged({kind.dtype!r}, {kind.shape[1:]})"
-            for name, kind in kinds
-            if isinstance(kind, Tensor)
-            and kind.shape
-            and np.shape(row[name])[1:] == kind.shape[1:]
-            and np.shape(row[name]) != kind.shape
-        ]
-        hint = f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""
-        raise SchemaError(f"item {index}: {error}{hint}") from None
+        raise SchemaError(f"item {index}: {error}{_way_out(form, row)}") from None
+
+
+def _way_out(form: ItemForm, row: Mapping[str, Any]) -> str:
+    """Return what may help where values of a row have other shapes than their columns, as an end of an error."""
+    ragged, others = [], []
+    for name, value in row.items():
+        kind = form.schema[name]
+        if not isinstance(kind, Tensor | Ragged):
+            continue
+        inner = kind.shape[1:] if isinstance(kind, Tensor) else kind.inner_shape
+        shape = _shape_of(value)
+        if shape is None or not shape or shape[1:] != inner:
+            others.append(name)
+        elif isinstance(kind, Tensor) and shape != kind.shape:
+            ragged.append(f"{name!r}: Ragged({kind.dtype!r}, {inner})")
+    if others:
+        return "; give all items one shape in the dataset, such as by a resize, a crop or padding"
+    return f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a value. None: a list whose parts have different lengths, or no array at all."""
+    try:
+        return np.shape(value)
+    except (ValueError, TypeError):
+        return None
 
 
 def _open(spec: _Spec) -> Store:

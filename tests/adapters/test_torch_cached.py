@@ -91,6 +91,8 @@ def test_values_of_different_lengths_are_ragged(path):
             [torch.zeros(3), torch.zeros(4)],
             r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*Ragged",
         ),
+        ([[[1, 2], [3, 4]], [[1], [2, 3]]], "item 1: field 'value': .*; give all items one shape in the dataset"),
+        ([np.ones((4, 4)), np.ones((4, 6))], r"item 1: .*\(4, 4\), got \(4, 6\); give all items one shape"),
         ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
         ([{"x": 1}, {"x": 1.0}], "item 1: 'x' is a float, and in the first item an int"),
         ([torch.ones(2), np.ones(2)], "item 1: 'value' is a ndarray .* a Tensor of torch.float32"),
@@ -98,12 +100,39 @@ def test_values_of_different_lengths_are_ragged(path):
         ([{"x": 1}, {"x": None}], "item 1: 'x' is None, .* leave it out"),
     ],
 )  # fmt: skip
-def test_an_item_that_does_not_fit_is_named(path, items, says):
-    with cached(Items(*items), path, capacity="16MiB") as train:
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_item_that_does_not_fit_is_named(path, items, says, stored):
+    with cached(Items(*items), path, capacity="16MiB") as train, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if not stored:
+            shutil.rmtree(path)
         for _ in range(2):
             with pytest.raises(ac.SchemaError, match=says):
                 train[1]
         assert same(train[0], items[0])
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_item_that_lacks_a_column_is_named(path, stored):
+    with (
+        cached(Items({"y": 1}, {"x": 2}), path, capacity="16MiB", columns=["y"]) as train,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if not stored:
+            shutil.rmtree(path)
+        with pytest.raises(ac.SchemaError, match=r"item 1: it lacks one of columns \['y'\]"):
+            train[1]
+
+
+def test_an_image_of_another_size_is_refused_with_a_way_out(path):
+    Image = pytest.importorskip("PIL.Image")
+    images = [Image.new("RGB", (4, 4)), Image.new("RGB", (6, 4)), Image.new("RGB", (4, 6))]
+    with cached(Items(*images), path, capacity="16MiB") as train:
+        with pytest.raises(ac.SchemaError, match=r"item 1: .*\(4, 4, 3\), got \(4, 6, 3\); .* by a resize"):
+            train[1]
+        with pytest.raises(ac.SchemaError, match=r"item 2: .*'value': Ragged\('uint8', \(4, 3\)\)"):
+            train[2]
 
 
 @pytest.mark.parametrize(
@@ -344,6 +373,19 @@ def test_an_error_of_the_dataset_is_the_users_and_the_item_is_made_again(path):
         assert [item["y"] for item in train.__getitems__([1, 3, 5])] == [1, 3, 5]
         assert train.stats().made == 3, "1 before the error, then 3 and 5"
         assert train.cached == 4
+
+
+def test_a_stop_iteration_of_the_dataset_is_an_error(path):
+    class Stops(Numbers):
+        def __getitem__(self, index):
+            if index == 3:
+                raise StopIteration("the stream is over")
+            return super().__getitem__(index)
+
+    with cached(Stops(5), path, capacity="16MiB") as train:
+        with pytest.raises(RuntimeError, match="generator raised StopIteration") as caught:
+            train.__getitems__([1, 3])
+        assert str(caught.value.__cause__) == "the stream is over"
 
 
 def test_many_are_asked_for_at_once_where_the_dataset_can(path):

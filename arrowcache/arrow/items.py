@@ -80,6 +80,10 @@ class ItemForm:
         self._exact = exact
         self._keys = None if columns is None else _chosen_keys(item, columns)
         item = self.chosen(item)
+        if not isinstance(schema, Mapping | None):
+            raise TypeError(
+                f"schema={schema!r} must be a dict of types, such as {{'tokens': Ragged('int64')}}"
+            )
         given = dict(schema or {})
         self._root = _part("", item, given, exact)
         self.leaves = tuple(_leaves(self._root))
@@ -89,7 +93,11 @@ class ItemForm:
         if unknown := [name for name in given if name not in names]:
             raise ValueError(f"schema names {', '.join(map(repr, unknown))}: an item has {', '.join(names)}")
         values = self.row_of_chosen(item)
-        self.schema = Schema({name: given.get(name) or _type_of(name, values[name]) for name in names})
+        kinds = {name: given[name] if name in given else _type_of(name, values[name]) for name in names}
+        try:
+            self.schema = Schema(kinds)
+        except ValueError as error:
+            raise SchemaError(f"{error}: rename the key") from None
 
     @property
     def classes(self) -> str:
@@ -99,7 +107,7 @@ class ItemForm:
     def row(self, item: object) -> dict[str, Any]:
         """Return the values of an item by the names of their columns; arrays and tensors as they are.
 
-        Raises: SchemaError: its parts are not those of the first item, or, where that is asked, of its classes.
+        Raises: SchemaError: its parts are not those of the first item; or, if `exact`, not of their classes.
         """
         return self.row_of_chosen(self.chosen(item))
 
@@ -155,6 +163,8 @@ def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:
         raise TypeError(f"columns chooses from a dict, tuple or list: an item is a {type(item).__name__}")
     if unknown := [column for column in columns if column not in keys]:
         raise ValueError(f"columns names {', '.join(map(repr, unknown))}: an item has {keys}")
+    if len({*columns}) < len(columns):
+        raise ValueError(f"columns={[*columns]} names one of them twice")
     return tuple(columns)
 
 
@@ -235,7 +245,9 @@ def _classes(values: list[Any]) -> set[str]:
     classes = {*map(type, values)}
     if list not in classes:
         return {each.__name__ for each in classes}
-    return set().union(*(_classes(each) if isinstance(each, list) else {type(each).__name__} for each in values))
+    return set().union(
+        *(_classes(each) if isinstance(each, list) else {type(each).__name__} for each in values)
+    )
 
 
 def _opened(value: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
@@ -290,9 +302,9 @@ def _take(part: Part, value: Any, values: dict[str, Any], exact: bool) -> None:
     if isinstance(value, Mapping) and keys != part.keys and {*keys} == {*part.keys}:
         keys, children = part.keys, [value[key] for key in part.keys]
     if keys != part.keys:
-        found_here = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
+        has = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
         raise SchemaError(
-            f"{_shown(part.name)} {found_here}, and in the first item it has {', '.join(map(str, part.keys))}: "
+            f"{_shown(part.name)} {has}, and in the first item it has {', '.join(map(str, part.keys))}: "
             "give all items the same parts"
         )
     for each, child in zip(part.parts, children, strict=True):

@@ -487,8 +487,9 @@ def cached(
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
     Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
-        of another version, length, columns or classes. SchemaError: an item that no columns hold. ValueError: an
-        argument that does not fit.
+        of another version, length, columns or classes. SchemaError: an item that no columns hold, or that
+        they would not give back as it was. ValueError: an argument that does not fit. CacheFullError: a
+        smaller capacity than before, which what other processes read does not fit.
     """
     length = _length_of(dataset)
     require_function(transform, "transform")
@@ -517,9 +518,14 @@ def _length_of(dataset: object) -> int:
         )
     if isinstance(dataset, CachedDataset):
         raise TypeError("the dataset is cached already: give the one inside, dataset.dataset")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"a map-style Dataset has items by index; got a {type(dataset).__name__}: give one of its values"
+        )
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_items or isinstance(dataset, str | bytes):
         raise TypeError(f"a map-style Dataset has a length and items by index; got {type(dataset).__name__}")
-    length = len(dataset)
+    length: int = len(dataset)  # type: ignore[arg-type]  # it has one
     if not length:
         raise ValueError("the dataset is empty: its items' columns cannot be told")
     return length
@@ -562,7 +568,7 @@ def _kept(form: ItemForm, index: int, item: Any, reader: ReadThrough | None) -> 
 
 
 def _way_out(form: ItemForm, row: Mapping[str, Any]) -> str:
-    """Return what may help where values of a row have other shapes than their columns, as an end of an error."""
+    """Return the end of an error: what may help where values have other shapes than their columns."""
     ragged, others = [], []
     for name, value in row.items():
         kind = form.schema[name]
@@ -582,7 +588,7 @@ def _way_out(form: ItemForm, row: Mapping[str, Any]) -> str:
 def _shape_of(value: Any) -> tuple[int, ...] | None:
     """Return the shape of a value. None: a list whose parts have different lengths, or no array at all."""
     try:
-        return np.shape(value)
+        return tuple(np.shape(value))
     except (ValueError, TypeError):
         return None
 

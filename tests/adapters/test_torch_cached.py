@@ -91,7 +91,7 @@ def test_values_of_different_lengths_are_ragged(path):
             [torch.zeros(3), torch.zeros(4)],
             r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*Ragged",
         ),
-        ([[[1, 2], [3, 4]], [[1], [2, 3]]], "item 1: field 'value': .*; give all items one shape in the dataset"),
+        ([[[1, 2], [3, 4]], [[1], [2, 3]]], "item 1: field 'value': .*; give all items one shape"),
         ([np.ones((4, 4)), np.ones((4, 6))], r"item 1: .*\(4, 4\), got \(4, 6\); give all items one shape"),
         ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
         ([{"x": 1}, {"x": 1.0}], "item 1: 'x' is a float, and in the first item an int"),
@@ -145,7 +145,10 @@ def test_an_image_of_another_size_is_refused_with_a_way_out(path):
             torch.nn.Parameter(torch.zeros(2)),
             "item 0: 'value' is a Parameter .*, which is more than a column keeps: give tensor.detach",
         ),
-        ({"x": torch.zeros(2, requires_grad=True)}, r"'x' is a Tensor .* with a gradient.*: give tensor\.detach"),
+        (
+            {"x": torch.zeros(2, requires_grad=True)},
+            r"'x' is a Tensor .* with a gradient.*: give tensor\.detach",
+        ),
         (torch.max(torch.ones(2, 2), 0), r"is a torch\.return_types\.max, .*: give tuple\(value\)"),
         (dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc), "a datetime with a time zone, .*tzinfo=None"),
         ([1, 2.5], "'value' is a list of float and int, .*: give numbers of one class"),
@@ -542,8 +545,8 @@ def image(mode):
 @pytest.mark.parametrize(
     ("first", "other", "says"),
     [
-        (lambda: image("RGB"), lambda: image("HSV"), "holds items of value: RGB, and this dataset has value: HSV"),
-        (lambda: {"x": torch.ones(2)}, lambda: {"x": np.ones(2, np.float32)}, "x: Tensor, .* has x: ndarray"),
+        (lambda: image("RGB"), lambda: image("HSV"), "holds items of value: RGB, .* has value: HSV"),
+        (lambda: {"x": torch.ones(2)}, lambda: {"x": np.ones(2, "f4")}, "x: Tensor, .* has x: ndarray"),
     ],
 )
 def test_values_of_other_classes_in_the_same_columns_are_refused(path, first, other, says):

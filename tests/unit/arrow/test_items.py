@@ -96,6 +96,10 @@ def test_the_schema_says_what_one_item_does_not():
         ((1, 2), {"columns": ["x"]}, TypeError, "are positions, not 'x'"),
         (Pair(1, 2), {"columns": ["first"]}, TypeError, "an item is a Pair"),
         (1, {"columns": ["x"]}, TypeError, "an item is a int"),
+        ((1, 2), {"columns": [0, "0"]}, ValueError, r"columns=\[0, 0\] names one of them twice"),
+        ({"_seq": 1}, {}, ac.SchemaError, "field name '_seq' is reserved"),
+        ({"x": 1}, {"schema": {"x": None}}, TypeError, "field 'x': expected one of Tensor, .*got None"),
+        ({"x": 1}, {"schema": "x"}, TypeError, "schema='x' must be a dict of types"),
     ],
 )
 def test_what_no_column_holds_is_refused(item, options, error, says):
@@ -123,7 +127,7 @@ def test_an_item_of_another_form_is_refused(first, other, says):
     [
         (1, 2.0, "'value' is a float, and in the first item an int: convert it"),
         (True, 1, "is an int, and in the first item a bool"),
-        ({"x": np.ones(2)}, {"x": np.ones(2, np.float32)}, "'x' is a ndarray of float32, .* ndarray of float64"),
+        ({"x": np.ones(2)}, {"x": np.ones(2, np.float32)}, "'x' is a ndarray of float32, .* of float64"),
         (np.ones(2, "<i4"), np.ones(2, ">i4"), "ndarray of >i4, .* ndarray of int32"),
         (np.float32(1), 1.0, "a float, .* a float32 of float32"),
         ([1, 2], [1, 2.0], "a list of float and int, .* a list of int"),

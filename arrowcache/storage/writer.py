@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 ON_FULL = ("wait", "raise")
 
+_LARGER_SEGMENTS = "create the cache with a larger segment_bytes"
+_LARGER_SEGMENTS_OF_ITEMS = "in a new folder, a larger capacity or a larger first item gives larger segments"
 _UNPUBLISHED = (ArrowCacheError, OSError, MemoryError)  # what a publish raises: its rows are kept
 
 
@@ -44,7 +46,8 @@ class Writer:
             raise ValueError(f"on_full={on_full!r} is unknown: use {' or '.join(map(repr, ON_FULL))}")
         settings = store.settings
         self._store = store
-        self._builder = SegmentBuilder(settings.form)
+        way_out = _LARGER_SEGMENTS if settings.dataset is None else _LARGER_SEGMENTS_OF_ITEMS
+        self._builder = SegmentBuilder(settings.form, way_out)
         self._aborted = threading.Event()
         timeout = parse_seconds(timeout, "timeout")
         self._policy = RoomPolicy(on_full, timeout, is_cancelled=self._aborted.is_set)

@@ -25,11 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from arrowcache.arrow.arrangement import needs_gaps
 from arrowcache.arrow.items import ItemForm
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
-from arrowcache.arrow.segment import encoded_bytes_bound
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
@@ -39,7 +37,7 @@ from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
-from arrowcache.storage.sizing import require_share, room_of_one, settings_of
+from arrowcache.storage.sizing import require_share, room_of_one, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.restore import require_restorable, restored
 from arrowcache.units import (
@@ -51,9 +49,6 @@ from arrowcache.units import (
     require_function,
 )
 
-_MOST_SEGMENT_BYTES = 64 << 20
-_SEGMENTS, _LEAST_SEGMENTS = 64, 6  # that the capacity holds; if items are large
-_ITEMS = 4  # of the size of the first, that a segment holds
 _FILLED_AT_ONCE = 8  # items
 _AGAIN_SECONDS = 30.0  # until a cache that could not be used is tried again
 
@@ -532,19 +527,15 @@ def _length_of(dataset: object) -> int:
 
 
 def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
-    """Return the settings of a new cache. Its capacity holds many segments, and a segment some items.
+    """Return the settings of a new cache.
 
-    Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of under four items.
+    Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of too few items.
     """
     if INDEX in form.schema:
         raise SchemaError(f"an item has a value named {INDEX!r}, which is the name of its index: rename it")
-    schema = Schema({**form.schema, INDEX: Tensor("int64")})
     form.require(row)
-    of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + form.variable_bytes(row)
-    wanted = min(
-        max(capacity // _SEGMENTS, _ITEMS * of_one), _MOST_SEGMENT_BYTES, capacity // _LEAST_SEGMENTS
-    )
-    return settings_of(schema, capacity, max(wanted, of_one), None, 0.0, durable=False, dataset=dataset)
+    schema = Schema({**form.schema, INDEX: Tensor("int64")})
+    return settings_of_items(schema, capacity, form.variable_bytes(row), dataset)
 
 
 def _kept(form: ItemForm, index: int, item: Any, reader: ReadThrough | None) -> Any:

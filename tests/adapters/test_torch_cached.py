@@ -205,6 +205,22 @@ def test_a_first_item_that_is_empty_shows_that_lengths_differ(path, items, kind)
         assert train.cache.schema["value"] == kind
 
 
+@pytest.mark.parametrize("item", [{"x": torch.zeros(100), "y": 0}, "a", np.zeros((64, 1024))])
+def test_the_capacity_that_an_error_asks_for_is_enough(path, item):
+    with pytest.raises(ValueError, match="a capacity of 1000 B is too little for items of") as caught:
+        cached(Items(item, item), path, capacity=1000)
+    asked = str(caught.value).split("raise capacity to ")[1]
+    assert "segment_bytes" not in str(caught.value)
+    with cached(Items(item, item), path, capacity=asked) as train:
+        assert train.fill(0, progress=False) == 2
+
+
+def test_a_smaller_capacity_is_refused_in_the_words_of_its_arguments(path):
+    cached(Numbers(5), path, capacity="64MiB").close()
+    with pytest.raises(ValueError, match="raise capacity to .* MiB, or give a new folder"):
+        cached(Numbers(5), path, capacity="1MiB")
+
+
 def test_a_first_list_that_is_empty_has_the_numbers_that_schema_says(path):
     with cached(Items([], [1]), path / "a", capacity="16MiB", schema={"value": ac.Ragged("int64")}) as train:
         train.fill(0, progress=False)
@@ -476,9 +492,8 @@ def test_a_share_turns_over_between_epochs(path):
 def test_an_item_larger_than_a_segment_is_made_each_time(path):
     items = [{"text": "a" * length} for length in (10, 10, 3_000_000)]
     with cached(Items(*items), path, capacity="4MiB") as train:
-        with pytest.warns(
-            RuntimeWarning, match="item 2 is not stored, but made each time: a row needs a segment"
-        ):
+        says = "item 2 is not stored, but made each time: a row needs .*: in a new folder, a larger capacity"
+        with pytest.warns(RuntimeWarning, match=says):
             assert train[2] == items[2]
         assert train[1] == items[1]
         assert train.cached == 2

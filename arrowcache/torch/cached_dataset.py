@@ -471,7 +471,7 @@ def cached(
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
             text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
-            dataclass of such, nested at will; all of one form, and no None.
+            dataclass of such, nested at will; all of one form, of the same classes and dtypes, and no None.
         path: the cache's folder, new or of this dataset, on a local disk.
         capacity: the budget in bytes for everything in the folder. Once it is full, the other items are made
             at each access. Another capacity than before resizes the cache.

@@ -217,7 +217,7 @@ def test_the_capacity_that_an_error_asks_for_is_enough(path, item):
 
 def test_a_smaller_capacity_is_refused_in_the_words_of_its_arguments(path):
     cached(Numbers(5), path, capacity="64MiB").close()
-    with pytest.raises(ValueError, match="raise capacity to .* MiB, or give a new folder"):
+    with pytest.raises(ValueError, match=r"raise capacity to .* MiB, or give a new folder"):
         cached(Numbers(5), path, capacity="1MiB")
 
 

@@ -20,6 +20,10 @@ from arrowcache.arrow.segment import Column, EncodedSegment, Form, VariableColum
 from arrowcache.errors import SchemaError
 from arrowcache.units import format_bytes
 
+#: Ways out for a row that is larger than a segment.
+LARGER_SEGMENTS = "create the cache with a larger segment_bytes"
+LARGER_SEGMENTS_OF_ITEMS = "in a new folder, a larger capacity or a larger first item gives larger segments"
+
 _NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -40,7 +44,7 @@ class SegmentBuilder:
         way_out: ends the error of a row that is larger than a segment.
     """
 
-    def __init__(self, form: Form, way_out: str = "create the cache with a larger segment_bytes") -> None:
+    def __init__(self, form: Form, way_out: str = LARGER_SEGMENTS) -> None:
         self._way_out = way_out
         schema, full_rows = form.schema, form.full_rows
         self.form, self._schema = form, schema

@@ -17,7 +17,12 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
+from arrowcache.arrow.builder import (
+    LARGER_SEGMENTS,
+    LARGER_SEGMENTS_OF_ITEMS,
+    ConvertedRows,
+    SegmentBuilder,
+)
 from arrowcache.errors import ArrowCacheError, CacheFullError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.os_errors import start
@@ -29,8 +34,6 @@ if TYPE_CHECKING:
 
 ON_FULL = ("wait", "raise")
 
-_LARGER_SEGMENTS = "create the cache with a larger segment_bytes"
-_LARGER_SEGMENTS_OF_ITEMS = "in a new folder, a larger capacity or a larger first item gives larger segments"
 _UNPUBLISHED = (ArrowCacheError, OSError, MemoryError)  # what a publish raises: its rows are kept
 
 
@@ -46,7 +49,7 @@ class Writer:
             raise ValueError(f"on_full={on_full!r} is unknown: use {' or '.join(map(repr, ON_FULL))}")
         settings = store.settings
         self._store = store
-        way_out = _LARGER_SEGMENTS if settings.dataset is None else _LARGER_SEGMENTS_OF_ITEMS
+        way_out = LARGER_SEGMENTS if settings.dataset is None else LARGER_SEGMENTS_OF_ITEMS
         self._builder = SegmentBuilder(settings.form, way_out)
         self._aborted = threading.Event()
         timeout = parse_seconds(timeout, "timeout")

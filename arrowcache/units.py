@@ -96,6 +96,12 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def format_enough(nbytes: int) -> str:
+    """Print a size as `format_bytes`, rounded up: whoever takes it has enough."""
+    unit = _UNITS[format_bytes(nbytes).split()[1]]
+    return format_bytes(-(-10 * nbytes // unit) * unit / 10)
+
+
 def format_seconds(seconds: float) -> str:
     """Print a time to two digits or so: 0.0314 -> "31 ms", 125 -> "2.1 min"; below zero is "0 s"."""
     if seconds < 1:

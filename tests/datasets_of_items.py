@@ -61,7 +61,7 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
+    if isinstance(one, np.ndarray | np.generic):
         return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
@@ -80,10 +80,14 @@ KINDS = {
     "tensors": pairs(lambda n: torch.full((2, 3), float(n))),
     "bfloat16": pairs(lambda n: torch.full((2,), n, dtype=torch.bfloat16)),
     "complex": pairs(lambda n: torch.full((2,), complex(n, 1))),
+    "conjugates": pairs(lambda n: torch.full((2,), complex(n, 1)).conj()),
     "flags": pairs(lambda n: torch.tensor([n > 1, True])),
     "tensors without dimensions": pairs(torch.tensor),
     "arrays": pairs(lambda n: np.full((2, 3), n, np.int16)),
+    "arrays without dimensions": pairs(lambda n: np.array(float(n))),
+    "a foreign byte order": pairs(lambda n: np.arange(n, n + 3, dtype=">f4")),
     "scalars of NumPy": pairs(np.float32),
+    "days": pairs(lambda n: np.datetime64("2026-01-01") + n),
     "ints": [2**60, 1, -5],
     "floats": [0.1, float("inf"), -3.0],
     "bools": [True, False, True],

@@ -20,6 +20,10 @@ from arrowcache.arrow.segment import Column, EncodedSegment, Form, VariableColum
 from arrowcache.errors import SchemaError
 from arrowcache.units import format_bytes
 
+#: Ways out for a row that is larger than a segment.
+LARGER_SEGMENTS = "create the cache with a larger segment_bytes"
+LARGER_SEGMENTS_OF_ITEMS = "in a new folder, a larger capacity or a larger first item gives larger segments"
+
 _NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -34,9 +38,14 @@ class ConvertedRows:
 
 
 class SegmentBuilder:
-    """Rows on their way into one segment of a form."""
+    """Rows on their way into one segment of a form.
 
-    def __init__(self, form: Form) -> None:
+    Args:
+        way_out: ends the error of a row that is larger than a segment.
+    """
+
+    def __init__(self, form: Form, way_out: str = LARGER_SEGMENTS) -> None:
+        self._way_out = way_out
         schema, full_rows = form.schema, form.full_rows
         self.form, self._schema = form, schema
         self._empty_bytes = segment.encoded_bytes_bound(schema, 0, paged=form.paged)
@@ -115,8 +124,8 @@ class SegmentBuilder:
         largest = self._empty_bytes + self._row_bytes + widest
         if largest > self.form.segment_bytes:
             raise ValueError(
-                f"a row needs a segment of up to {format_bytes(largest)}, and segment_bytes is "
-                f"{format_bytes(self.form.segment_bytes)}: create the cache with a larger segment_bytes"
+                f"a row needs a segment of up to {format_bytes(largest)}, and the cache's have at most "
+                f"{format_bytes(self.form.segment_bytes)}: {self._way_out}"
             )
         return rows
 

@@ -150,8 +150,10 @@ def is_masked(value: object) -> bool:
 
 def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     """Any array-like as ndarray, with its dtype's name; of a dtype that NumPy lacks, its bits."""
-    if hasattr(value, "detach"):  # torch: NumPy cannot take all its dtypes, gradients or device memory
-        value = value.detach().cpu()
+    if hasattr(
+        value, "detach"
+    ):  # torch: NumPy takes not all dtypes, no gradients, devices or lazy conjugates
+        value = value.detach().cpu().resolve_conj().resolve_neg()
         if (bits := bits_of(dtype := str(value.dtype).removeprefix("torch."))) is not None:
             return bits.from_float(value.float().numpy()), dtype
     if is_masked(value):

@@ -13,20 +13,35 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from arrowcache.arrow.convert import infer_type, variable_row
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.convert import as_array, infer_type, require_value, variable_row
+from arrowcache.arrow.dtype import dtype_of
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.errors import SchemaError
 from arrowcache.units import as_int
 
 ALONE = "value"
+_NUMBERS = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 
 class Leaf(NamedTuple):
-    """A leaf of the first item. `mode` is an image's, such as "RGB"; empty for all else."""
+    """A leaf of an item.
+
+    `mode` is an image's, such as "RGB", `dtype` that of an array or a tensor, and `detail` what else there is
+    to tell: the classes of a list's numbers, a time zone, a gradient, a device. Empty, or None, for all else.
+    """
 
     name: str
     type: type
     mode: str = ""
+    dtype: Any = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.mode:
+            return f"an image of mode {self.mode!r}"
+        article = "an" if self.type.__name__[0] in "aeiou" else "a"
+        dtype = f" of {self.dtype}" if self.dtype is not None else ""
+        return f"{article} {self.type.__name__}{dtype}{' ' * bool(self.detail)}{self.detail}"
 
 
 class Node(NamedTuple):
@@ -46,8 +61,10 @@ class ItemForm:
 
     Args:
         item: the first item.
-        schema: types of leaves, by name, that one item does not tell, such as Ragged ones.
+        schema: types of leaves, by name, that one item does not tell, such as Ragged ones. An empty array or
+            list is Ragged without that: one of floats, if it is a list.
         columns: keys of a dict, or positions in a tuple or list, to keep. None means all.
+        exact: refuse later items whose parts are of other classes or dtypes than those of the first.
     Raises: SchemaError: a value that no column holds. ValueError, TypeError: `schema` or `columns` names what
         an item has not.
     """
@@ -57,32 +74,53 @@ class ItemForm:
         item: object,
         schema: Mapping[str, FieldType] | None = None,
         columns: Sequence[str | int] | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         self._keys = None if columns is None else _chosen_keys(item, columns)
         item = self.chosen(item)
-        self._root = _part("", item)
+        if not isinstance(schema, Mapping | None):
+            raise TypeError(
+                f"schema={schema!r} must be a dict of types, such as {{'tokens': Ragged('int64')}}"
+            )
+        given = dict(schema or {})
+        self._root = _part("", item, given, exact)
         self.leaves = tuple(_leaves(self._root))
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) < len(names):
             raise SchemaError(f"two values of an item would have one name ({', '.join(names)}): rename a key")
-        given = dict(schema or {})
         if unknown := [name for name in given if name not in names]:
             raise ValueError(f"schema names {', '.join(map(repr, unknown))}: an item has {', '.join(names)}")
         values = self.row_of_chosen(item)
-        self.schema = Schema({name: given.get(name) or infer_type(name, values[name]) for name in names})
+        kinds = {name: given[name] if name in given else _type_of(name, values[name]) for name in names}
+        try:
+            self.schema = Schema(kinds)
+        except ValueError as error:
+            raise SchemaError(f"{error}: rename the key") from None
+
+    @property
+    def classes(self) -> str:
+        """The leaves' classes, and modes of images, as a text; dtypes are in the schema."""
+        return ", ".join(f"{leaf.name}: {leaf.mode or leaf.type.__name__}" for leaf in self.leaves)
 
     def row(self, item: object) -> dict[str, Any]:
         """Return the values of an item by the names of their columns; arrays and tensors as they are.
 
-        Raises: SchemaError: its parts are not those of the first item.
+        Raises: SchemaError: its parts are not those of the first item; or, if `exact`, not of their classes.
         """
         return self.row_of_chosen(self.chosen(item))
 
     def row_of_chosen(self, item: object) -> dict[str, Any]:
         """Return what `row` does, of an item that `chosen` or `item` returned."""
         values: dict[str, Any] = {}
-        _take(self._root, item, values)
+        _take(self._root, item, values, self._exact)
         return values
+
+    def require(self, row: Mapping[str, Any]) -> None:
+        """Make sure that the columns hold a row. Raises: SchemaError: a value does not fit."""
+        for name, kind in self.schema.items():
+            require_value(name, kind, row[name])
 
     def variable_bytes(self, row: Mapping[str, Any]) -> int:
         """Return the bytes of a row's columns of variable length.
@@ -125,6 +163,8 @@ def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:
         raise TypeError(f"columns chooses from a dict, tuple or list: an item is a {type(item).__name__}")
     if unknown := [column for column in columns if column not in keys]:
         raise ValueError(f"columns names {', '.join(map(repr, unknown))}: an item has {keys}")
+    if len({*columns}) < len(columns):
+        raise ValueError(f"columns={[*columns]} names one of them twice")
     return tuple(columns)
 
 
@@ -138,21 +178,76 @@ def _position(column: str | int) -> int:
         raise TypeError(f"columns of a tuple or list are positions, not {column!r}") from None
 
 
-def _part(name: str, value: Any) -> Part:
+def _part(name: str, value: Any, given: Mapping[str, FieldType], exact: bool) -> Part:
+    opened = _opened(value)
+    if opened is None:
+        leaf = _leaf(name, value)
+        return leaf._replace(detail=_numbers_of(given.get(leaf.name))) if _is_empty_list(value) else leaf
+    keys, values = opened
+    if not keys:
+        raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
+    if exact and isinstance(value, tuple | list) and type(value) not in (tuple, list) and keys[0] == 0:
+        plain = "list" if isinstance(value, list) else "tuple"
+        raise SchemaError(
+            f"{_shown(name)} is a {type(value).__module__}.{type(value).__name__}, which is more than its "
+            f"values: give {plain}(value)"
+        )
+    named = zip(keys, values, strict=True)
+    parts = tuple(_part(f"{name}.{key}".lstrip("."), each, given, exact) for key, each in named)
+    return Node(name, type(value), keys, parts)
+
+
+def _leaf(name: str, value: Any) -> Leaf:
     if value is None:
         raise SchemaError(
             f"{_shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
             "the type that it has elsewhere, such as -1 or ''"
         )
-    opened = _opened(value)
-    if opened is None:
-        return Leaf(name or ALONE, type(value), _mode(value))
-    keys, values = opened
-    if not keys:
-        raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
-    named = zip(keys, values, strict=True)
-    parts = tuple(_part(f"{name}.{key}".lstrip("."), each) for key, each in named)
-    return Node(name, type(value), keys, parts)
+    return Leaf(name or ALONE, type(value), _mode(value), getattr(value, "dtype", None), _detail(value))
+
+
+def _is_empty_list(value: Any) -> bool:
+    return isinstance(value, list) and not value
+
+
+def _numbers_of(kind: FieldType | None) -> str:
+    """The detail of a list of which only the type of its column is known."""
+    if not isinstance(kind, Tensor | Ragged):
+        return "of float"
+    return f"of {_NUMBERS[dtype_of(kind.dtype).kind]}"
+
+
+def _type_of(name: str, value: Any) -> FieldType:
+    """The type of a value's column. What is empty shows that its length varies."""
+    is_empty = _is_empty_list(value) or (getattr(value, "shape", ()) or (1,))[0] == 0
+    if not is_empty:
+        return infer_type(name, value)
+    array, dtype = as_array(name, value)
+    try:
+        return Ragged(dtype, array.shape[1:])
+    except ValueError as error:
+        raise SchemaError(f"field {name!r}: {error}") from None
+
+
+def _detail(value: Any) -> str:
+    if isinstance(value, list):
+        return f"of {' and '.join(sorted(_classes(value)))}"
+    if getattr(value, "tzinfo", None) is not None:
+        return "with a time zone"
+    if getattr(value, "requires_grad", False) is True:
+        return "with a gradient"
+    device = str(getattr(value, "device", "cpu"))  # NumPy's arrays have one, too
+    return "" if device == "cpu" else f"on {device}"
+
+
+def _classes(values: list[Any]) -> set[str]:
+    """The names of the classes of a nested list's numbers."""
+    classes = {*map(type, values)}
+    if list not in classes:
+        return {each.__name__ for each in classes}
+    return set().union(
+        *(_classes(each) if isinstance(each, list) else {type(each).__name__} for each in values)
+    )
 
 
 def _opened(value: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
@@ -189,25 +284,31 @@ def _leaves(part: Part) -> Iterator[Leaf]:
             yield from _leaves(each)
 
 
-def _take(part: Part, value: Any, values: dict[str, Any]) -> None:
+def _take(part: Part, value: Any, values: dict[str, Any], exact: bool) -> None:
     if isinstance(part, Leaf):
-        if part.mode != _mode(value):
-            found = f"an image of mode {_mode(value)!r}" if _mode(value) else f"a {type(value).__name__}"
-            wanted = f"an image of mode {part.mode!r}" if part.mode else f"a {part.type.__name__}"
-            raise SchemaError(f"{part.name!r} is {found}, and in the first item {wanted}: convert it")
+        found = _leaf(part.name, value)
+        is_same = found == part or (part.type is list and _is_empty_list(value))
+        if found.mode != part.mode or (exact and not is_same):
+            hint = ", or, where the first one is empty, name its type in schema" if part.type is list else ""
+            raise SchemaError(f"{part.name!r} is {found}, and in the first item {part}: convert it{hint}")
         values[part.name] = value
         return
+    if exact and type(value) is not part.type and _opened(value):
+        raise SchemaError(
+            f"{_shown(part.name)} is a {type(value).__name__}, and in the first item a "
+            f"{part.type.__name__}: convert it"
+        )
     keys, children = _opened(value) or ((), ())
     if isinstance(value, Mapping) and keys != part.keys and {*keys} == {*part.keys}:
         keys, children = part.keys, [value[key] for key in part.keys]
     if keys != part.keys:
-        found = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
+        has = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
         raise SchemaError(
-            f"{_shown(part.name)} {found}, and in the first item it has {', '.join(map(str, part.keys))}: "
+            f"{_shown(part.name)} {has}, and in the first item it has {', '.join(map(str, part.keys))}: "
             "give all items the same parts"
         )
     for each, child in zip(part.parts, children, strict=True):
-        _take(each, child, values)
+        _take(each, child, values, exact)
 
 
 def _made(part: Part, values: Iterator[Any], *, of_batch: bool = False) -> Any:

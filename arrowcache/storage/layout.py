@@ -178,10 +178,15 @@ def shown(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CachedItems:
-    """The dataset whose items a cache holds: how many it has, and the user's name for its present content."""
+    """The dataset whose items a cache holds.
+
+    `length` is how many it has, `version` the user's name for its present content, and `values` the classes
+    of an item's values, and the modes of its images, as a text that is compared.
+    """
 
     length: int
     version: str
+    values: str = ""
 
     def __str__(self) -> str:
         return f"{self.length} items of version {self.version!r}"
@@ -189,9 +194,10 @@ class CachedItems:
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> CachedItems:
         """Raises: KeyError, TypeError, ValueError: not what `dataclasses.asdict` gives."""
-        if set(described) != {"length", "version"} or not isinstance(described["version"], str):
+        texts = [described["version"], described["values"]]
+        if len(described) != 3 or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"a dataset of {described!r}")
-        return cls(parse_count(described["length"], "length", 1, _MOST_BYTES), described["version"])
+        return cls(parse_count(described["length"], "length", 1, _MOST_BYTES), *texts)
 
 
 @dataclass(frozen=True)

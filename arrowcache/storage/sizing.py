@@ -8,10 +8,16 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.storage.folder import PART_SLACK_BYTES
 from arrowcache.storage.layout import DATASET_VERSION, FORMAT_VERSION, PAGED_VERSION, CachedItems, Settings
 from arrowcache.storage.pace import Pace
-from arrowcache.units import format_bytes, parse_bytes, parse_count
+from arrowcache.units import format_bytes, format_enough, parse_bytes, parse_count
 
 BOOKKEEPING_BYTES = 64 * 1024  # kept free for cache.json, pools/, ranks/ and folder blocks
 _LEAST_SEGMENTS = 4
+_SEGMENTS_OF_ITEMS, _LEAST_OF_ITEMS = (
+    64,
+    6,
+)  # that the capacity of a dataset's cache holds; if items are large
+_MOST_OF_ITEMS_BYTES = 64 << 20  # of such a segment
+_ITEMS = 4  # of the size of the first, that it holds
 
 
 def settings_of(
@@ -57,6 +63,29 @@ def settings_of(
     return settings
 
 
+def settings_of_items(schema: Schema, capacity_bytes: int, item_bytes: int, dataset: CachedItems) -> Settings:
+    """The settings of a new cache of a dataset: many segments of some items each.
+
+    Args:
+        schema: the columns of an item, with that of its index.
+        item_bytes: of the values of variable length of its first item.
+    Raises: ValueError: the capacity is less than some segments of one item.
+    """
+    of_one = segment_file.encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + item_bytes
+    least = _least_capacity(of_one)
+    if capacity_bytes < least:
+        raise ValueError(
+            f"a capacity of {format_bytes(capacity_bytes)} is too little for items of "
+            f"{format_bytes(of_one)}: raise capacity to {format_enough(least)}"
+        )
+    most = min(
+        capacity_bytes // _LEAST_OF_ITEMS, (capacity_bytes - room_of_two(0)) // 2, _MOST_OF_ITEMS_BYTES
+    )
+    wanted = max(capacity_bytes // _SEGMENTS_OF_ITEMS, _ITEMS * of_one)
+    bound = max(of_one, min(wanted, most))
+    return settings_of(schema, capacity_bytes, bound, None, 0.0, durable=False, dataset=dataset)
+
+
 def require_share(share: float, name: str) -> None:
     """Make sure that an argument is a share of the capacity, less than all of it."""
     if not isinstance(share, int | float) or not 0 <= share < 1:
@@ -79,14 +108,18 @@ def require_pace(pace: Pace | None, settings: Settings) -> None:
 
 def require_capacity(settings: Settings) -> None:
     """Make sure that the capacity holds some segments, and the rows that the pace waits for."""
-    least = max(_LEAST_SEGMENTS * settings.segment_bytes, room_of_two(settings.segment_bytes))
+    least = _least_capacity(settings.segment_bytes)
     if settings.capacity_bytes < least:
+        instead = "give a new folder" if settings.dataset else "lower segment_bytes"
         raise ValueError(
             f"a capacity of {format_bytes(settings.capacity_bytes)} is under {_LEAST_SEGMENTS} segments of "
-            f"{format_bytes(settings.segment_bytes)}: raise capacity to {format_bytes(least)}, "
-            "or lower segment_bytes"
+            f"{format_bytes(settings.segment_bytes)}: raise capacity to {format_enough(least)}, or {instead}"
         )
     require_pace(settings.pace, settings)
+
+
+def _least_capacity(segment_bytes: int) -> int:
+    return max(_LEAST_SEGMENTS * segment_bytes, room_of_two(segment_bytes))
 
 
 def beyond_disk(capacity_bytes: int, allocated_bytes: int, free_bytes: int) -> str:

@@ -17,7 +17,12 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
+from arrowcache.arrow.builder import (
+    LARGER_SEGMENTS,
+    LARGER_SEGMENTS_OF_ITEMS,
+    ConvertedRows,
+    SegmentBuilder,
+)
 from arrowcache.errors import ArrowCacheError, CacheFullError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.os_errors import start
@@ -44,7 +49,8 @@ class Writer:
             raise ValueError(f"on_full={on_full!r} is unknown: use {' or '.join(map(repr, ON_FULL))}")
         settings = store.settings
         self._store = store
-        self._builder = SegmentBuilder(settings.form)
+        way_out = LARGER_SEGMENTS if settings.dataset is None else LARGER_SEGMENTS_OF_ITEMS
+        self._builder = SegmentBuilder(settings.form, way_out)
         self._aborted = threading.Event()
         timeout = parse_seconds(timeout, "timeout")
         self._policy = RoomPolicy(on_full, timeout, is_cancelled=self._aborted.is_set)

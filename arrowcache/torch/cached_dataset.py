@@ -25,12 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from arrowcache.arrow.arrangement import needs_gaps
-from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.items import ItemForm
 from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import FieldType, Schema, Tensor
-from arrowcache.arrow.segment import encoded_bytes_bound
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
@@ -40,7 +37,7 @@ from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
-from arrowcache.storage.sizing import require_share, room_of_one, settings_of
+from arrowcache.storage.sizing import require_share, room_of_one, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.restore import require_restorable, restored
 from arrowcache.units import (
@@ -52,9 +49,6 @@ from arrowcache.units import (
     require_function,
 )
 
-_MOST_SEGMENT_BYTES = 64 << 20
-_SEGMENTS, _LEAST_SEGMENTS = 64, 6  # that the capacity holds; if items are large
-_ITEMS = 4  # of the size of the first, that a segment holds
 _FILLED_AT_ONCE = 8  # items
 _AGAIN_SECONDS = 30.0  # until a cache that could not be used is tried again
 
@@ -120,7 +114,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
 
     Any number of DataLoader workers, ranks and jobs of this machine share the cache. Each access gives new
-    objects: the tensors and arrays of items that were asked for together share memory, and nobody else's.
+    objects, whose memory is their own.
     Pickles as its arguments; the dataset inside has to pickle where DataLoader workers are not forked.
     """
 
@@ -235,12 +229,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         try:
             if not is_wanted():
                 raise Unwanted
-            for index, item in zip(
-                indices, many(indices) if many else map(inner.__getitem__, indices), strict=True
-            ):
-                if reader is not None and is_claimed:
-                    _put(reader, self._spec.form, index, item)
-                made.append(self._spec.form.chosen(item))
+            # a generator: a StopIteration of the dataset is an error, and no end
+            items = many(indices) if many else (inner[index] for index in indices)
+            for index, item in zip(indices, items, strict=True):
+                made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
                 if len(made) < len(indices) and not is_wanted():
                     raise Unwanted
             return made
@@ -270,7 +262,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader = self.reader_here()
         first = np.zeros(1, np.int64)
         if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
-            _put(reader, self._spec.form, 0, item)
+            _kept(self._spec.form, 0, item, reader)
         if reader is not None:
             reader.rest()
 
@@ -479,7 +471,7 @@ def cached(
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
             text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
-            dataclass of such, nested at will; all of one form, and no None.
+            dataclass of such, nested at will; all of one form, of the same classes and dtypes, and no None.
         path: the cache's folder, new or of this dataset, on a local disk.
         capacity: the budget in bytes for everything in the folder. Once it is full, the other items are made
             at each access. Another capacity than before resizes the cache.
@@ -490,8 +482,9 @@ def cached(
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
     Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
-        of another version, length or columns. SchemaError: an item that no columns hold. ValueError: an
-        argument that does not fit.
+        of another version, length, columns or classes. SchemaError: an item that no columns hold, or that
+        they would not give back as it was. ValueError: an argument that does not fit. CacheFullError: a
+        smaller capacity than before, which what other processes read does not fit.
     """
     length = _length_of(dataset)
     require_function(transform, "transform")
@@ -500,14 +493,13 @@ def cached(
     require_share(replace, "replace")
     item: Any = dataset[0]
     try:
-        form = ItemForm(item, schema, columns)
+        form = ItemForm(item, schema, columns, exact=True)
         for leaf in form.leaves:
-            require_restorable(leaf)
+            require_restorable(leaf, form.schema[leaf.name])
+        items = CachedItems(length, version, form.classes)
+        settings = _settings(form, form.row(item), parse_bytes(capacity, "capacity"), items)
     except SchemaError as error:
         raise SchemaError(f"item 0: {error}") from None
-    settings = _settings(
-        form, form.row(item), parse_bytes(capacity, "capacity"), CachedItems(length, version)
-    )
     train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
     train.begin(item)
     return train
@@ -521,49 +513,75 @@ def _length_of(dataset: object) -> int:
         )
     if isinstance(dataset, CachedDataset):
         raise TypeError("the dataset is cached already: give the one inside, dataset.dataset")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"a map-style Dataset has items by index; got a {type(dataset).__name__}: give one of its values"
+        )
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_items or isinstance(dataset, str | bytes):
         raise TypeError(f"a map-style Dataset has a length and items by index; got {type(dataset).__name__}")
-    length = len(dataset)
+    length: int = len(dataset)  # type: ignore[arg-type]  # it has one
     if not length:
         raise ValueError("the dataset is empty: its items' columns cannot be told")
     return length
 
 
 def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
-    """Return the settings of a new cache. Its capacity holds many segments, and a segment some items.
+    """Return the settings of a new cache.
 
-    Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of under four items.
+    Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of too few items.
     """
     if INDEX in form.schema:
         raise SchemaError(f"an item has a value named {INDEX!r}, which is the name of its index: rename it")
+    form.require(row)
     schema = Schema({**form.schema, INDEX: Tensor("int64")})
-    for name, kind in form.schema.items():
-        require_value(name, kind, row[name])
-    of_one = encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + form.variable_bytes(row)
-    wanted = min(
-        max(capacity // _SEGMENTS, _ITEMS * of_one), _MOST_SEGMENT_BYTES, capacity // _LEAST_SEGMENTS
-    )
-    return settings_of(schema, capacity, max(wanted, of_one), None, 0.0, durable=False, dataset=dataset)
+    return settings_of_items(schema, capacity, form.variable_bytes(row), dataset)
 
 
-def _put(reader: ReadThrough, form: ItemForm, index: int, item: Any) -> None:
-    """Publish an item that was claimed. Raises: SchemaError: names the item, and says what may help."""
+def _kept(form: ItemForm, index: int, item: Any, reader: ReadThrough | None) -> Any:
+    """Return what `columns` keeps of an item, and publish it, if that was claimed.
+
+    Args:
+        reader: publishes it. None: it is only checked.
+    Raises: SchemaError: names the item, and says what may help.
+    """
     row: dict[str, Any] = {}
     try:
-        row = form.row(item)
-        reader.put(index, row)
+        kept = form.chosen(item)
+        row = form.row_of_chosen(kept)
+        if reader is None:
+            form.require(row)
+        else:
+            reader.put(index, row)
+        return kept
     except SchemaError as error:
-        kinds = [(name, form.schema[name]) for name in row]
-        ragged = [
-            f"{name!r}: Ragged({kind.dtype!r}, {kind.shape[1:]})"
-            for name, kind in kinds
-            if isinstance(kind, Tensor)
-            and kind.shape
-            and np.shape(row[name])[1:] == kind.shape[1:]
-            and np.shape(row[name]) != kind.shape
-        ]
-        hint = f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""
-        raise SchemaError(f"item {index}: {error}{hint}") from None
+        raise SchemaError(f"item {index}: {error}{_way_out(form, row)}") from None
+
+
+def _way_out(form: ItemForm, row: Mapping[str, Any]) -> str:
+    """Return the end of an error: what may help where values have other shapes than their columns."""
+    ragged, others = [], []
+    for name, value in row.items():
+        kind = form.schema[name]
+        if not isinstance(kind, Tensor | Ragged):
+            continue
+        inner = kind.shape[1:] if isinstance(kind, Tensor) else kind.inner_shape
+        shape = _shape_of(value)
+        if shape is None or not shape or shape[1:] != inner:
+            others.append(name)
+        elif isinstance(kind, Tensor) and shape != kind.shape:
+            ragged.append(f"{name!r}: Ragged({kind.dtype!r}, {inner})")
+    if others:
+        return "; give all items one shape in the dataset, such as by a resize, a crop or padding"
+    return f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a value. None: a list whose parts have different lengths, or no array at all."""
+    try:
+        return tuple(np.shape(value))
+    except (ValueError, TypeError):
+        return None
 
 
 def _open(spec: _Spec) -> Store:
@@ -584,12 +602,15 @@ def _open(spec: _Spec) -> Store:
 
 def _require_fit(found: Settings, spec: _Spec) -> None:
     wanted = spec.settings
+    assert wanted.dataset is not None
     if found.dataset is None:
         why = "is a rolling cache, which samplers fill"
-    elif found.dataset != wanted.dataset:
+    elif (found.dataset.length, found.dataset.version) != (wanted.dataset.length, wanted.dataset.version):
         why = f"holds {found.dataset}, and this dataset has {wanted.dataset}"
     elif found.schema != wanted.schema:
         why = f"holds items of other columns: {difference(found.schema, wanted.schema)}"
+    elif found.dataset.values != wanted.dataset.values:
+        why = f"holds items of {found.dataset.values}, and this dataset has {wanted.dataset.values}"
     else:
         return
     raise CacheFormatError(f"{spec.path} {why}: give another path, or remove the folder if nobody needs it")

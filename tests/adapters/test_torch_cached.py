@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import pickle
 import shutil
@@ -90,17 +91,48 @@ def test_values_of_different_lengths_are_ragged(path):
             [torch.zeros(3), torch.zeros(4)],
             r"item 1: field 'value': expected shape \(3,\), got \(4,\); where lengths differ, pass .*Ragged",
         ),
+        ([[[1, 2], [3, 4]], [[1], [2, 3]]], "item 1: field 'value': .*; give all items one shape"),
+        ([np.ones((4, 4)), np.ones((4, 6))], r"item 1: .*\(4, 4\), got \(4, 6\); give all items one shape"),
         ([{"x": 1}, {"y": 1}], "item 1: the item has y, and in the first item it has x"),
-        ([{"x": 1}, {"x": 1.5}], "item 1: field 'x': expected int64, and 1.5 is not exactly one"),
-        ([{"x": 1}, {"x": None}], "item 1: field 'x'"),
+        ([{"x": 1}, {"x": 1.0}], "item 1: 'x' is a float, and in the first item an int"),
+        ([torch.ones(2), np.ones(2)], "item 1: 'value' is a ndarray .* a Tensor of torch.float32"),
+        ([[0.5, 1.5], [1, 2]], "item 1: 'value' is a list of int, and in the first item a list of float"),
+        ([{"x": 1}, {"x": None}], "item 1: 'x' is None, .* leave it out"),
     ],
 )  # fmt: skip
-def test_an_item_that_does_not_fit_is_named(path, items, says):
-    with cached(Items(*items), path, capacity="16MiB") as train:
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_item_that_does_not_fit_is_named(path, items, says, stored):
+    with cached(Items(*items), path, capacity="16MiB") as train, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if not stored:
+            shutil.rmtree(path)
         for _ in range(2):
             with pytest.raises(ac.SchemaError, match=says):
                 train[1]
         assert same(train[0], items[0])
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_item_that_lacks_a_column_is_named(path, stored):
+    with (
+        cached(Items({"y": 1}, {"x": 2}), path, capacity="16MiB", columns=["y"]) as train,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if not stored:
+            shutil.rmtree(path)
+        with pytest.raises(ac.SchemaError, match=r"item 1: it lacks one of columns \['y'\]"):
+            train[1]
+
+
+def test_an_image_of_another_size_is_refused_with_a_way_out(path):
+    Image = pytest.importorskip("PIL.Image")
+    images = [Image.new("RGB", (4, 4)), Image.new("RGB", (6, 4)), Image.new("RGB", (4, 6))]
+    with cached(Items(*images), path, capacity="16MiB") as train:
+        with pytest.raises(ac.SchemaError, match=r"item 1: .*\(4, 4, 3\), got \(4, 6, 3\); .* by a resize"):
+            train[1]
+        with pytest.raises(ac.SchemaError, match=r"item 2: .*'value': Ragged\('uint8', \(4, 3\)\)"):
+            train[2]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +143,36 @@ def test_an_item_that_does_not_fit_is_named(path, items, says):
         ({"_index": 1}, "'_index'"),
         (
             torch.nn.Parameter(torch.zeros(2)),
-            "item 0: 'value' is a Parameter, which is more than its numbers",
+            "item 0: 'value' is a Parameter .*, which is more than a column keeps: give tensor.detach",
         ),
+        (
+            {"x": torch.zeros(2, requires_grad=True)},
+            r"'x' is a Tensor .* with a gradient.*: give tensor\.detach",
+        ),
+        (torch.max(torch.ones(2, 2), 0), r"is a torch\.return_types\.max, .*: give tuple\(value\)"),
+        (dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc), "a datetime with a time zone, .*tzinfo=None"),
+        ([1, 2.5], "'value' is a list of float and int, .*: give numbers of one class"),
+        (np.str_("a"), r"'value' is a str_ .*: give str\(value\)"),
     ],
 )
 def test_a_first_item_that_no_columns_hold_is_refused(path, item, says):
     with pytest.raises(ac.SchemaError, match=says):
         cached(Items(item), path, capacity="16MiB")
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (torch.zeros(2), ac.Tensor("float64", (2,))),
+        (np.zeros(2, np.float32), ac.Ragged("float64")),
+        ([1, 2], ac.Tensor("float64", (2,))),
+        (1, ac.Tensor("bfloat16")),
+    ],
+)
+def test_a_schema_of_another_dtype_is_refused(path, item, kind):
+    with pytest.raises(ac.SchemaError, match=f"item 0: 'value' is .*would come back .*{kind.dtype}"):
+        cached(Items(item), path, capacity="16MiB", schema={"value": kind})
 
 
 def test_an_image_with_a_palette_is_refused(path):
@@ -133,6 +187,49 @@ def test_columns_are_all_that_is_stored_and_given(path):
         for _ in range(2):
             assert train[2] == {"y": "2", "x": 2}
         assert set(train.cache.schema) == {"y", "x", "_index"}
+
+
+@pytest.mark.parametrize(
+    ("items", "kind"),
+    [
+        ([np.zeros((0, 4), np.float32), np.ones((3, 4), np.float32)], ac.Ragged("float32", (4,))),
+        ([torch.zeros(0, dtype=torch.int64), torch.arange(3)], ac.Ragged("int64")),
+        ([[], [1.5], []], ac.Ragged("float64")),
+    ],
+)
+def test_a_first_item_that_is_empty_shows_that_lengths_differ(path, items, kind):
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        for _ in range(2):
+            assert all(map(same, train.__getitems__([*range(len(items))]), items))
+        assert train.cached == len(items)
+        assert train.cache.schema["value"] == kind
+
+
+@pytest.mark.parametrize("item", [{"x": torch.zeros(100), "y": 0}, "a", np.zeros((64, 1024))])
+def test_the_capacity_that_an_error_asks_for_is_enough(path, item):
+    with pytest.raises(ValueError, match="a capacity of 1000 B is too little for items of") as caught:
+        cached(Items(item, item), path, capacity=1000)
+    asked = str(caught.value).split("raise capacity to ")[1]
+    assert "segment_bytes" not in str(caught.value)
+    with cached(Items(item, item), path, capacity=asked) as train:
+        assert train.fill(0, progress=False) == 2
+
+
+def test_a_smaller_capacity_is_refused_in_the_words_of_its_arguments(path):
+    cached(Numbers(5), path, capacity="64MiB").close()
+    with pytest.raises(ValueError, match=r"raise capacity to .* MiB, or give a new folder"):
+        cached(Numbers(5), path, capacity="1MiB")
+
+
+def test_a_first_list_that_is_empty_has_the_numbers_that_schema_says(path):
+    with cached(Items([], [1]), path / "a", capacity="16MiB", schema={"value": ac.Ragged("int64")}) as train:
+        train.fill(0, progress=False)
+        assert train[1] == [1]
+    with (
+        cached(Items([], [1]), path / "b", capacity="16MiB") as train,
+        pytest.raises(ac.SchemaError, match="where the first one is empty, name its type in schema"),
+    ):
+        train[1]
 
 
 def test_a_transform_is_called_at_each_access_and_never_stored(path):
@@ -152,6 +249,27 @@ def test_writing_to_an_item_changes_no_other(path):
         one["x"].fill_(9)
         assert other["x"][0, 0] == 2
         assert again["x"][0, 0] == train[1]["x"][0, 0] == 1
+
+
+def test_an_item_that_is_read_can_be_used_as_one_that_was_made(path):
+    weight = torch.ones(3, requires_grad=True)
+    with cached(Items(*torch.ones(4, 3).unbind()), path, capacity="16MiB") as train:
+        train.fill(0, progress=False)
+        one, other = train.__getitems__([1, 2])
+        loss = (weight * one).sum()
+        other.add_(1)  # autograd has kept the one, and none other
+        loss.backward()
+        train[3].mul_(weight)
+
+
+@pytest.mark.parametrize("schema", [{}, {"x": ac.Ragged("float32", (1024,)), "a": ac.Ragged("float64")}])
+def test_an_item_that_is_kept_keeps_no_other(path, schema):
+    items = pairs(lambda n: {"x": large(n), "a": np.full(1000, float(n))})
+    with cached(Items(*items), path, capacity="16MiB", schema=schema) as train:
+        train.fill(0, progress=False)
+        kept = train.__getitems__([0, 1, 2])[1]
+        assert kept["x"].untyped_storage().nbytes() == kept["x"].nbytes
+        assert kept["a"].base is None
 
 
 def test_an_item_that_is_kept_is_never_overwritten(path):
@@ -276,6 +394,19 @@ def test_an_error_of_the_dataset_is_the_users_and_the_item_is_made_again(path):
         assert train.cached == 4
 
 
+def test_a_stop_iteration_of_the_dataset_is_an_error(path):
+    class Stops(Numbers):
+        def __getitem__(self, index):
+            if index == 3:
+                raise StopIteration("the stream is over")
+            return super().__getitem__(index)
+
+    with cached(Stops(5), path, capacity="16MiB") as train:
+        with pytest.raises(RuntimeError, match="generator raised StopIteration") as caught:
+            train.__getitems__([1, 3])
+        assert str(caught.value.__cause__) == "the stream is over"
+
+
 def test_many_are_asked_for_at_once_where_the_dataset_can(path):
     class Many(Numbers):
         asked: ClassVar[list[Any]] = []
@@ -361,9 +492,8 @@ def test_a_share_turns_over_between_epochs(path):
 def test_an_item_larger_than_a_segment_is_made_each_time(path):
     items = [{"text": "a" * length} for length in (10, 10, 3_000_000)]
     with cached(Items(*items), path, capacity="4MiB") as train:
-        with pytest.warns(
-            RuntimeWarning, match="item 2 is not stored, but made each time: a row needs a segment"
-        ):
+        says = "item 2 is not stored, but made each time: a row needs .*: in a new folder, a larger capacity"
+        with pytest.warns(RuntimeWarning, match=says):
             assert train[2] == items[2]
         assert train[1] == items[1]
         assert train.cached == 2
@@ -421,6 +551,24 @@ def test_another_dataset_is_refused(path, dataset, options, says):
     with pytest.raises(ac.CacheFormatError, match=says):
         cached(dataset, path, capacity="32MiB", **options)
     assert sorted((file, file.stat().st_mtime) for file in path.rglob("*")) == before
+
+
+def image(mode):
+    return pytest.importorskip("PIL.Image").new("RGB", (4, 4), "red").convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "says"),
+    [
+        (lambda: image("RGB"), lambda: image("HSV"), "holds items of value: RGB, .* has value: HSV"),
+        (lambda: {"x": torch.ones(2)}, lambda: {"x": np.ones(2, "f4")}, "x: Tensor, .* has x: ndarray"),
+    ],
+)
+def test_values_of_other_classes_in_the_same_columns_are_refused(path, first, other, says):
+    cached(Items(first()), path, capacity="16MiB").close()
+    with pytest.raises(ac.CacheFormatError, match=says):
+        cached(Items(other()), path, capacity="16MiB")
+    cached(Items(first()), path, capacity="16MiB").close()
 
 
 def test_a_rolling_cache_is_refused_and_a_datasets_cache_is_no_rolling_one(path, tmp_path):

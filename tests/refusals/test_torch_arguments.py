@@ -56,6 +56,11 @@ def packed(_: Any, **options: Any) -> at.PackedLoader:
         return at.packed(**{**given, **options})
 
 
+def cached(held: Any, **options: Any) -> None:
+    given = {"dataset": [{"x": 1}], "path": held.path.parent / "items", "capacity": "16MiB"}
+    at.cached(**given | options).close()
+
+
 def of_loaders(face: Callable[..., Any]) -> list[Refusal]:
     """Those whose arguments a face has, when it is made."""
     names = inspect.signature(face).parameters
@@ -135,6 +140,26 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"sampler": range(5)}, *INSTEAD),
             ({"sampler": "ours"}, *INSTEAD),
             ({"batch_sampler": "own", "num_workers": 1}, *INSTEAD),
+        ],
+    ),
+    "cached": (
+        cached,
+        [
+            *(
+                ({"dataset": other}, TypeError, "a map-style Dataset has")
+                for other in ({"a": 1}, {"train": [1], "test": [2]}, "abc", b"abc", 5, iter([1]))
+            ),
+            ({"dataset": []}, ValueError, "the dataset is empty"),
+            ({"dataset": [{"_seq": 1}]}, ac.SchemaError, "item 0: field name '_seq' is reserved"),
+            ({"dataset": [{"_index": 1}]}, ac.SchemaError, "item 0: an item has a value named '_index'"),
+            ({"schema": {"x": None}}, TypeError, "field 'x': expected one of"),
+            ({"schema": {"y": ac.String()}}, ValueError, "schema names 'y'"),
+            ({"schema": "x"}, TypeError, "schema='x' must be a dict"),
+            ({"columns": ["x", "x"]}, ValueError, "twice"),
+            ({"version": 1}, TypeError, "version must be a text"),
+            ({"transform": 1}, TypeError, "transform must be a function"),
+            ({"replace": 1}, ValueError, "0 <= replace < 1"),
+            ({"capacity": "lots"}, ValueError, "capacity='lots'"),
         ],
     ),
     "DevicePrefetcher": (

@@ -11,6 +11,7 @@ from arrowcache.units import (
     MOST_COUNTED,
     format_bytes,
     format_count,
+    format_enough,
     format_seconds,
     format_share,
     parse_bytes,
@@ -64,6 +65,12 @@ def test_another_type_is_a_type_error(size):
 def test_whole_numbers_of_bytes_are_exact(n):
     assert parse_bytes(n, "n") == parse_bytes(f"{n}B", "n") == n
     assert parse_bytes(f"{n}KiB", "n") == 1024 * n
+
+
+@given(st.integers(1, 2**60))
+def test_a_size_that_is_enough_is_at_least_that_and_a_tenth_more_at_most(n):
+    said = parse_bytes(format_enough(n), "n")
+    assert n <= said <= n + max(1, n // 10)
 
 
 @pytest.mark.parametrize("value", [1, 7, np.uint8(7), np.int64(7), MOST_COUNTED])

@@ -96,6 +96,10 @@ def test_the_schema_says_what_one_item_does_not():
         ((1, 2), {"columns": ["x"]}, TypeError, "are positions, not 'x'"),
         (Pair(1, 2), {"columns": ["first"]}, TypeError, "an item is a Pair"),
         (1, {"columns": ["x"]}, TypeError, "an item is a int"),
+        ((1, 2), {"columns": [0, "0"]}, ValueError, r"columns=\[0, 0\] names one of them twice"),
+        ({"_seq": 1}, {}, ac.SchemaError, "field name '_seq' is reserved"),
+        ({"x": 1}, {"schema": {"x": None}}, TypeError, "field 'x': expected one of Tensor, .*got None"),
+        ({"x": 1}, {"schema": "x"}, TypeError, "schema='x' must be a dict of types"),
     ],
 )
 def test_what_no_column_holds_is_refused(item, options, error, says):
@@ -110,11 +114,33 @@ def test_what_no_column_holds_is_refused(item, options, error, says):
         ({"x": {"a": 1}}, {"x": 3}, "'x' is a int, and in the first item it has a"),
         ((1, 2), (1,), "the item has 0, and in the first item it has 0, 1"),
         ({"x": 1}, [1], "the item is a list"),
+        ({"x": 1}, {"x": None}, "'x' is None, which no column holds: leave it out"),
     ],
 )
 def test_an_item_of_another_form_is_refused(first, other, says):
     with pytest.raises(ac.SchemaError, match=says):
         ItemForm(first).row(other)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "says"),
+    [
+        (1, 2.0, "'value' is a float, and in the first item an int: convert it"),
+        (True, 1, "is an int, and in the first item a bool"),
+        ({"x": np.ones(2)}, {"x": np.ones(2, np.float32)}, "'x' is a ndarray of float32, .* of float64"),
+        (np.ones(2, "<i4"), np.ones(2, ">i4"), "ndarray of >i4, .* ndarray of int32"),
+        (np.float32(1), 1.0, "a float, .* a float32 of float32"),
+        ([1, 2], [1, 2.0], "a list of float and int, .* a list of int"),
+        ([[1], [2]], [[1], [2.0]], "a list of float and int, .* a list of int"),
+        ({"a": (1, "a")}, {"a": [2, "b"]}, "'a' is a list, and in the first item a tuple"),
+        (Pair(1, 2), {"first": 3, "second": 4}, "the item is a dict, and in the first item a Pair"),
+    ],
+)
+def test_an_item_of_other_classes_is_refused_where_they_matter(first, other, says):
+    assert ItemForm(first).row(other)
+    with pytest.raises(ac.SchemaError, match=says):
+        ItemForm(first, exact=True).row(other)
+    assert ItemForm(first, exact=True).row(first)
 
 
 def test_an_item_that_lacks_a_column_is_refused():

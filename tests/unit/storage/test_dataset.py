@@ -16,7 +16,7 @@ from arrowcache.storage.recovery import create_store
 from arrowcache.storage.sizing import settings_of
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float32", (256,)), "_index": ac.Tensor("int64")})
-ITEMS = CachedItems(500, "a")
+ITEMS = CachedItems(500, "a", "x: Tensor")
 SETTINGS = settings_of(SCHEMA, "1MiB", "64KiB", None, 0.0, durable=False, dataset=ITEMS)
 
 
@@ -90,11 +90,12 @@ def test_segments_are_arranged_as_in_a_rolling_cache(columns):
 @pytest.mark.parametrize(
     "change",
     [
-        {"dataset": {"length": 0, "version": "a"}},
-        {"dataset": {"length": "5", "version": "a"}},
-        {"dataset": {"length": 5, "version": 3}},
-        {"dataset": {"length": 5}},
-        {"dataset": {"length": 5, "version": "a", "more": 1}},
+        {"dataset": {"length": 0, "version": "a", "values": ""}},
+        {"dataset": {"length": "5", "version": "a", "values": ""}},
+        {"dataset": {"length": 5, "version": 3, "values": ""}},
+        {"dataset": {"length": 5, "version": "a", "values": 3}},
+        {"dataset": {"length": 5, "version": "a"}},
+        {"dataset": {"length": 5, "version": "a", "values": "", "more": 1}},
         {"dataset": 5},
         {"dataset": None},
         {"version": 1},

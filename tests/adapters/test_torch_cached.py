@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import signal
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -256,6 +257,45 @@ def test_a_second_without_requests_publishes_and_ends_the_lease(path):
         wait_until(lambda: cache.stats().rows == 6, "the last item to be published")
         wait_until(lambda: not cache.stats().leased_bytes, "the lease to end")
         assert train[7]["y"] == 7
+
+
+ENDS = {
+    "its end": """
+    loader = DataLoader(Subset(train, range(200)), 8, num_workers=2, persistent_workers=True)
+    for batch in loader: pass
+    """,
+    "an exit in mid-epoch": """
+    batches = iter(DataLoader(train, 8, num_workers=2))
+    for _ in range(20): next(batches)
+    """,
+    "one while its workers are at an item": """
+    batches = iter(DataLoader(train, 8, num_workers=2))
+    for _ in range(25): next(batches)
+    """,
+}
+ENDED = """
+    import sys, time
+    from torch.utils.data import DataLoader, Subset
+    from arrowcache.torch import cached
+    from datasets_of_items import Numbers
+
+    class Stuck(Numbers):
+        def __getitem__(self, index):
+            time.sleep(1000 * (index == 200))
+            return super().__getitem__(index)
+
+    train = cached(Stuck(208, pause=0.002), sys.argv[1], capacity="16MiB")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_workers_publish_what_they_made_as_their_script_ends(path, end):
+    """multiprocessing ends them by SIGTERM."""
+    with Script(textwrap.dedent(ENDED) + textwrap.dedent(end), path) as script:
+        assert script.end() == (0, "")
+    with cached(Numbers(208), path, capacity="16MiB") as train:
+        assert train.cached >= 150
 
 
 def test_an_error_of_the_dataset_is_the_users_and_the_item_is_made_again(path):

@@ -279,6 +279,7 @@ class Store:
         self, part: PartFile, rows: int, task: str, on_visible: Callable[[], None]
     ) -> SegmentInfo | None:
         with self.locked():
+            self.refresh_settings()
             if task and any(segment.task == task for segment in self.segments()):
                 return None
             record = self.folder.read_record()
@@ -418,8 +419,19 @@ class Store:
         return published + self.folder.incoming_bytes() + self.folder.other_bytes(self._listing.foreign)
 
     def refresh_settings(self) -> None:
-        """Read the settings anew: another process may have resized the cache."""
-        self.settings = self.folder.read_settings(self.settings)
+        """Read the settings anew: another process may have resized the cache.
+
+        Raises: CacheFormatError: another cache has its place by now. OSError: none has.
+        """
+        found = self.folder.read_settings(self.settings)
+        if found is self.settings:
+            return
+        if found.dataset != self.settings.dataset or found.schema != self.settings.schema:
+            holds = found.dataset or "other columns"
+            raise CacheFormatError(
+                f"{self.folder.path} was removed, and is another cache now, of {holds}: open that one"
+            )
+        self.settings = found
 
     def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
         """The fact, the numbers and the way out; asks /proc, so never under cache.lock."""

@@ -463,6 +463,21 @@ def test_another_dataset_is_refused(path, dataset, options, says):
     assert sorted((file, file.stat().st_mtime) for file in path.rglob("*")) == before
 
 
+def test_a_job_whose_folder_is_another_cache_now_neither_writes_nor_reads_there(path):
+    old = cached(Numbers(30), path, capacity="16MiB", version="a")
+    old.__getitems__([*range(10)])
+    shutil.rmtree(path)
+    items = [Numbers(30)[index] | {"y": 1000 + index} for index in range(30)]
+    with cached(Items(*items), path, capacity="16MiB", version="b") as new:
+        new.__getitems__([*range(5)])
+        assert new.cached == 5
+        with pytest.warns(RuntimeWarning, match=r"removed, and is another cache now, of 30 items of version 'b'"):
+            assert [item["y"] for item in old.__getitems__([*range(30)])] == [*range(30)]
+            old.close()
+        assert new.cached == 5
+        assert [item["y"] for item in new.__getitems__([*range(30)])] == [*range(1000, 1030)]
+
+
 def test_a_rolling_cache_is_refused_and_a_datasets_cache_is_no_rolling_one(path, tmp_path):
     ac.Cache.create(tmp_path / "rolling", {"x": ac.String()}, "100MiB", "1MiB")
     with pytest.raises(ac.CacheFormatError, match="is a rolling cache"):

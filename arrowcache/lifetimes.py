@@ -256,8 +256,8 @@ def at_worker_exit(call: Callable[[], object]) -> None:
 def _end_well_on_sigterm() -> None:
     """Have a thread call the functions of `at_worker_exit` on SIGTERM, then end the process.
 
-    A handler in Python would wait for the main thread, which may be deep in a dataset, or hold a lock that the
-    function needs. Python writes the signal's number to a pipe at once, whatever that thread does.
+    A handler in Python would wait for the main thread, which may be deep in a dataset, or hold a lock that
+    the functions need. Python writes the signal's number to a pipe at once, whatever that thread does.
     """
     numbers, into = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(numbers, True)

@@ -504,6 +504,15 @@ class Store:
         holds, allocated = self._holds_and_allocated_bytes(listed)
         return holds - allocated >= room_of_one(self.settings.segment_bytes)
 
+    def has_room(self) -> bool:
+        """True if a full segment finds room without an eviction. Reads the folder and its settings.
+
+        Raises: OSError, CacheFormatError: as `refresh_settings`.
+        """
+        self.refresh_settings()
+        room = self.settings.capacity_bytes - self.allocated_bytes(self.segments())
+        return room >= room_of_one(self.settings.segment_bytes)
+
     # leasing and reading
 
     def lease(

@@ -140,6 +140,8 @@ def killed(count: int) -> None:
             now, bad = looked_at(path)
             lost, wrong, published = lost + len(before - now), wrong + bad, published + len(now - before)
             before = now
+            if not (number + 1) % 20:
+                print(f"{number + 1} kills: {lost} lost, {wrong} wrong", flush=True)
             if len(now) > ENOUGH * ITEMS:
                 shutil.rmtree(path)
                 path, before = next(folders), set()

@@ -254,6 +254,7 @@ class ReadThrough:
     def _take(self, builder: SegmentBuilder, rows: ConvertedRows) -> None:
         if not builder.rows:
             self._oldest = time.monotonic()
+            self._start_keeper()  # it may have ended, as the item took long to make
             self._wake.put(None)  # from now on somebody may wait for it
         while not builder.take(rows, 0):  # the segment is full
             self._publish_of(builder)

@@ -382,7 +382,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """Make and publish all items that are missing, now.
 
         Args:
-            workers: number of processes. 0 means this one.
+            workers: number of processes, which are forked: a script needs no main guard. 0 means this one.
             progress: show a bar. None shows one if stderr is a terminal.
         Blocks: until it is done, or the cache is full.
         Returns: the number of items in the cache.
@@ -397,11 +397,13 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.settle()
         missing = reader.missing
         reader.rest()
+        workers = min(workers, len(missing))
         making = DataLoader(
             _Filling(self, missing),
             batch_size=_FILLED_AT_ONCE,
-            num_workers=min(workers, len(missing)),
+            num_workers=workers,
             collate_fn=list,
+            multiprocessing_context="fork" if workers else None,
         )
         disable = None if progress is None else not progress
         with tqdm.tqdm(total=len(missing), unit=" items", desc="filling", disable=disable) as bar:

@@ -281,6 +281,7 @@ def test_an_item_stays_claimed_while_it_is_made(path):
         cache = ac.Cache.open(path)
         train[0]
         assert train[3]["y"] == 3
+        wait_until(lambda: cache.stats().rows == 2, "the item to be published, a second later")
 
 
 def test_who_claims_an_item_that_was_published_meanwhile_does_not_make_it(path):
@@ -563,6 +564,25 @@ def test_fill_ends_where_no_more_fits(path, log, workers):
     with cached(Large(200, log), path, capacity="8MiB") as train:
         assert 40 <= train.fill(workers) < 64
     assert sum(made(log).values()) < 130
+
+
+NO_GUARD = """
+    import multiprocessing, sys
+    multiprocessing.set_start_method("forkserver")  # the default from Python 3.14 on
+    from arrowcache.torch import cached
+    from datasets_of_items import Numbers
+
+    print(cached(Numbers(10), sys.argv[1], capacity="16MiB").fill(workers=2, progress=False))
+"""
+
+
+@pytest.mark.slow
+def test_fill_needs_no_main_guard(path):
+    script = path.with_name("script.py")
+    script.write_text(textwrap.dedent(NO_GUARD))
+    with Script("import runpy, sys; runpy.run_path(sys.argv[2], run_name='__main__')", path, script) as ended:
+        assert ended.line() == "10"
+        assert ended.end() == (0, "")
 
 
 # where it lies

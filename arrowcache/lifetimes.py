@@ -237,11 +237,53 @@ def at_exit(call: Callable[[], object]) -> None:
 
 
 def at_worker_exit(call: Callable[[], object]) -> None:
-    """Call a function at exit of a process that multiprocessing forked: it skips those of `at_exit`."""
-    from multiprocessing import parent_process, util
+    """Call a function at exit of a process that multiprocessing started: it skips those of `at_exit`.
 
-    if parent_process() is not None:
-        util.Finalize(None, call, exitpriority=0)
+    A daemon, as a DataLoader's worker is, calls it on SIGTERM, too: so multiprocessing ends daemons when
+    their parent exits. Two threads may call it then.
+    """
+    from multiprocessing import current_process, parent_process, util
+
+    if parent_process() is None:
+        return
+    util.Finalize(None, call, exitpriority=0)
+    _at_sigterm.append(call)
+    is_main = threading.current_thread() is threading.main_thread()
+    if current_process().daemon and is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        _end_well_on_sigterm()
+
+
+def _end_well_on_sigterm() -> None:
+    """Have a thread call the functions of `at_worker_exit` on SIGTERM, then end the process.
+
+    A handler in Python would wait for the main thread, which may be deep in a dataset, or hold a lock that
+    the functions need. Python writes the signal's number to a pipe at once, whatever that thread does.
+    """
+    numbers, into = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(numbers, True)
+    before = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+    if before != -1:  # somebody else wants to know
+        signal.set_wakeup_fd(before)
+        os.close(numbers)
+        os.close(into)
+        return
+
+    def end() -> None:
+        while signal.SIGTERM not in os.read(numbers, 1):
+            pass
+        try:
+            call_all(_at_sigterm)
+        finally:
+            os._exit(0)
+
+    def undo() -> None:
+        _at_sigterm.clear()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    threading.Thread(target=end, name="arrowcache-sigterm", daemon=True).start()
+    at_fork(in_child=undo)  # else a signal to the child would end this process
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def finalizer(thing: object, call: Callable[..., object], *arguments: object) -> None:
@@ -294,6 +336,7 @@ def _exit() -> None:
 
 
 _at_exit: list[Callable[[], object]] = []
+_at_sigterm: list[Callable[[], object]] = []
 _finalizers: list[weakref.finalize[..., Any]] = []
 _is_exiting = False
 atexit.register(_exit)

@@ -2,13 +2,14 @@
 
 It owns the process' places, claims and writer, and the thread that publishes. Guarantees:
 - an item that is there is gathered; one that is missing is made by who asks. Of several processes that miss
-  one, the first claims and publishes it, and the others wait a moment for that before they make it, too;
+  one, the first claims and publishes it, and the others wait for that, some times what a call takes, before
+  they make it, too;
 - what was made is published when a segment is full, after a minute, as soon as another process waits for it,
   a second after the last request, and at the end of the process; many small segments are merged (merging.py);
 - a cache that is full, read-only or gone stops no training: items are made, and a warning says why, but for a
   full cache, which is no error;
 - a second after the last request no lease is held.
-Must never: keep an item from its user because it could not be stored.
+Must never: keep an item from its user because it could not be stored; take the dataset's errors for its own.
 """
 
 from __future__ import annotations
@@ -16,37 +17,38 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentError, SchemaError, warn
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
 from arrowcache.os_errors import start
 from arrowcache.read_through.begun import Begun
 from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
+from arrowcache.read_through.trouble import Trouble
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
-from arrowcache.storage.store import Store
-from arrowcache.storage.writer import Writer
+from arrowcache.storage.store import RoomPolicy, Store
 
 _MAX_DELAY_SECONDS = 60.0
-_IDLE_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.05  # between two looks for processes that wait
 _STEP_SECONDS = 0.005  # between two looks of one that waits
 _MOMENT_SECONDS = 0.05
 _LEAST_WAIT_SECONDS = 1.0  # for an item that another process has claimed
 _SETTLE_SECONDS = 0.25
-_MOST_WAITS = 3  # times the seconds that an item takes to make
-_AGAIN_SECONDS = 30.0  # until what failed is tried again
+_MOST_WAITS = 3  # times the seconds that a call of the dataset takes
+_JOIN_SECONDS = 10.0  # for the thread: it publishes, or merges, one segment
 _USUAL_ITEMS = 64  # of a request
 _ATTEMPTS = 4  # to gather, each time without segments that turned out damaged
 
@@ -70,25 +72,26 @@ class ReadThrough:
     Args:
         store: the dataset's cache.
         names: columns of an item.
+        trouble: learns what fails.
     Raises: OSError: its lock files cannot be opened.
     """
 
-    def __init__(self, store: Store, names: Sequence[str]) -> None:
+    def __init__(self, store: Store, names: Sequence[str], trouble: Trouble) -> None:
         assert store.settings.dataset is not None
+        length = store.settings.dataset.length
         self.origin = Origin()
         self.hits = self.made = 0
-        self._store, self._names = store, tuple(names)
-        self._places = Places(store, store.settings.dataset.length)
-        self._claims = Claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode)
+        self._store, self._names, self._trouble = store, tuple(names), trouble
+        self._places = Places(store, length)
+        self._claims = Claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode, length)
         fixed = store.settings.schema.fixed
         columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
         self._slots = Slots(columns, _USUAL_ITEMS)
-        self._writer: Writer | None = None
+        self._builder: SegmentBuilder | None = None  # of what is unpublished
         self._lock = threading.RLock()
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
-        self._make_seconds = 0.0  # mean, of late
-        self._full_at: tuple[int, int] | None = None  # capacity, and segments, when there was no room
-        self._failed_until = 0.0
+        self._make_seconds = self._call_seconds = 0.0  # mean of late: of an item, of the calls that make some
+        self._was_full = False  # there was no room when something was last published
         self._may_merge = False  # a part was published since the last look
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._keeper: threading.Thread | None = None  # while there is a lease, or something unpublished
@@ -180,38 +183,30 @@ class ReadThrough:
             is_claimed = np.zeros(len(indices), np.bool_)
             if not self.stores:
                 return is_claimed
-            try:
-                is_claimed[:] = [*map(self._claims.claim, indices.tolist())]
+            with self._storing():
+                claimed = np.fromiter(map(self._claims.claim, indices.tolist()), np.bool_, len(indices))
                 self._refresh()  # who held it before may have published it
-                is_claimed &= self._places.rows_of(indices) < 0
-            except _FAILURES as error:
-                self._fail(error)
-                is_claimed[:] = False
+                is_claimed = claimed & (self._places.rows_of(indices) < 0)
+                self._claims.release(indices[claimed & ~is_claimed].tolist())
             return is_claimed
 
     @property
     def stores(self) -> bool:
         """False while the cache is full, or cannot be written to."""
-        if self._is_closed or time.monotonic() < self._failed_until:
+        if self._is_closed or self._trouble.why:
             return False
-        if self._full_at is not None and self._full_at == self._fullness():
-            return False
-        self._full_at = None
-        return True
-
-    def _fullness(self) -> tuple[int, int] | None:
         try:
-            self._store.refresh_settings()
-            return self._store.settings.capacity_bytes, len(self._store.segments())
+            return not self._was_full or self._store.has_room()
         except _FAILURES:
-            return self._full_at
+            return False
 
     def await_claimed(self, indices: NDArray[np.int64]) -> Found:
-        """Wait a moment until those who claimed items publish them, and gather them, of indices (n,).
+        """Wait until those who claimed items publish them, and gather them, of indices (n,).
 
-        Blocks: for some times what an item takes to make.
+        Blocks: for a second, or some times what a call of the dataset takes; until that is known, a minute.
         """
-        deadline = time.monotonic() + max(_LEAST_WAIT_SECONDS, _MOST_WAITS * self._make_seconds)
+        patience = max(_LEAST_WAIT_SECONDS, _MOST_WAITS * self._call_seconds)
+        deadline = time.monotonic() + (patience if self._call_seconds else _MAX_DELAY_SECONDS)
         with self._lock:
             if not self._claims.held.isdisjoint(indices.tolist()):
                 self._publish()
@@ -227,44 +222,48 @@ class ReadThrough:
         return max(1, int(_MOMENT_SECONDS / max(self._make_seconds, 1e-6)))
 
     def count(self, made: int, seconds: float) -> None:
-        """Note that items were made, in so many seconds together."""
+        """Note that a call made items, in so many seconds."""
         with self._lock:
             self.made += made
-            mean = seconds / max(1, made)
-            self._make_seconds = mean if not self._make_seconds else (7 * self._make_seconds + mean) / 8
+            if made:
+                self._call_seconds = _mean(self._call_seconds, seconds)
+                self._make_seconds = _mean(self._make_seconds, seconds / made)
 
     def put(self, index: int, row: Mapping[str, Any]) -> None:
         """Publish a claimed item, with others, soon.
 
-        Raises: SchemaError: it does not fit the columns; the claim has ended.
+        Raises: SchemaError: it does not fit the columns. What the conversion of its values raises.
         """
         with self._lock:
+            self._latest = time.monotonic()
+            with self._storing():
+                self._builder = self._builder or SegmentBuilder(self._store.settings.form)
+            if self._builder is None:
+                return
             try:
-                self._put(index, row)
+                rows = self._builder.convert({**row, INDEX: index}, many=False)
             except SchemaError:
-                self._claims.release([index])
                 raise
-            except CacheFullError as error:
-                self._full(error)
             except ValueError as error:  # larger than a segment
                 self._claims.release([index])
                 warn(f"item {index} is not stored, but made each time: {error}")
-            except _FAILURES as error:
-                self._fail(error)
-            self._latest = time.monotonic()
+                return
+            with self._storing():
+                self._take(self._builder, rows)
 
-    def _put(self, index: int, row: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            self._writer = Writer(self._store, on_full="raise", timeout=None, max_delay=None)
-        if not self._writer.rows:
+    def _take(self, builder: SegmentBuilder, rows: ConvertedRows) -> None:
+        if not builder.rows:
             self._oldest = time.monotonic()
+            self._start_keeper()  # it may have ended, as the item took long to make
             self._wake.put(None)  # from now on somebody may wait for it
-        self._writer.append({**row, INDEX: index})
-        if not self._writer.rows:  # a full segment was published
-            self._refresh()
+        while not builder.take(rows, 0):  # the segment is full
+            self._publish_of(builder)
+            self._oldest = time.monotonic()
+        if builder.is_full:
+            self._publish_of(builder)
 
-    def drop(self, indices: Sequence[int]) -> None:
-        """End the claims of items that could not be made."""
+    def unclaim(self, indices: Sequence[int]) -> None:
+        """End claims of items that could not be made."""
         with self._lock:
             self._claims.release(indices)
 
@@ -274,43 +273,45 @@ class ReadThrough:
             self._publish()
 
     def _publish(self) -> None:
-        if self._writer is None or not self._writer.rows:
-            return
+        with self._storing():
+            if self._builder is not None and self._builder.rows:
+                self._publish_of(self._builder)
+
+    def _publish_of(self, builder: SegmentBuilder) -> None:
+        self._store.publish(builder.encode(), policy=RoomPolicy("raise"), on_visible=builder.clear)
+        self._may_merge, self._was_full = True, False
+        self._refresh()  # ends the claims
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Where the block fails to store, discard what is unpublished: others may make and store it."""
         try:
-            self._writer.flush()
-            self._may_merge = True
-            self._refresh()  # ends the claims
-        except CacheFullError as error:
-            self._full(error)
+            yield
         except _FAILURES as error:
-            self._fail(error)
+            self._was_full = isinstance(error, CacheFullError) and self._disk_has_room()
+            if not self._was_full:
+                self._trouble.note(error)
+            self._builder = None
+            with suppress(OSError):
+                self._claims.release(self._claims.held)
 
-    def _full(self, error: CacheFullError) -> None:
-        if self._store.folder.free_bytes() < self._store.settings.segment_bytes:
-            self._fail(error)
-            return
-        self._discard()
-        self._full_at = self._fullness()
-
-    def _fail(self, error: BaseException) -> None:
-        warn(f"items are made, and not stored: {error}")
-        self._discard()
-        self._failed_until = time.monotonic() + _AGAIN_SECONDS
-
-    def _discard(self) -> None:
-        if self._writer is not None:
-            self._writer.abort()
-            self._writer = None
-        with suppress(OSError):
-            self._claims.release(self._claims.held)
+    def _disk_has_room(self) -> bool:
+        try:
+            return self._store.folder.free_bytes() >= self._store.settings.segment_bytes
+        except OSError:
+            return False
 
     # what there is
 
     @property
     def cached(self) -> int:
-        """The number of items that are published."""
+        """The number of items that are published. 0 with a warning where the cache cannot be read."""
         with self._lock:
-            self._refresh()
+            try:
+                self._refresh()
+            except _FAILURES as error:
+                self._trouble.note(error)
+                return 0
             return self._places.count
 
     def settle(self) -> None:
@@ -332,13 +333,9 @@ class ReadThrough:
         """Publish what was made, end the lease and the thread, until the next request: before a fork."""
         with self._lock:
             self._publish()
-            self._discard()
-            self._places.release()
-            self._latest = -_IDLE_SECONDS
-            keeper = self._keeper
-        if keeper is not None:
-            self._wake.put(None)
-            keeper.join()
+            self._latest = -IDLE_SECONDS
+            keeper = self._sleep()
+        self._join(keeper)
         self._merge()
 
     def _merge(self) -> None:
@@ -358,16 +355,13 @@ class ReadThrough:
         with self._lock:
             self._publish()
             self._is_closed = True
-            self._discard()
-            self._places.release()
             self._claims.close()
-            keeper = self._keeper
-        if keeper is not None and keeper is not threading.current_thread():
-            self._wake.put(None)
-            keeper.join()
+            keeper = self._sleep()
+        if keeper is not threading.current_thread():
+            self._join(keeper)
         self._merge()
 
-    def end(self) -> None:
+    def close_soon(self) -> None:
         """Have the thread `close` it, soon. Waits for no lock."""
         self._wake.put(_END)
 
@@ -378,6 +372,17 @@ class ReadThrough:
             keeper = threading.Thread(target=self._keep, name="arrowcache-publish", daemon=True)
             start(keeper)
             self._keeper = keeper
+
+    def _sleep(self) -> threading.Thread | None:
+        """Hold no lease and no memory until the next request. Returns: the thread, which ends now."""
+        self._builder = None
+        self._places.release()
+        return self._keeper
+
+    def _join(self, keeper: threading.Thread | None) -> None:
+        if keeper is not None:
+            self._wake.put(None)
+            keeper.join(_JOIN_SECONDS)
 
     def _keep(self) -> None:
         """The thread: it keeps this object while there is something to do."""
@@ -394,17 +399,21 @@ class ReadThrough:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""
         with self._lock:
             now = time.monotonic()
-            is_idle = now - self._latest >= _IDLE_SECONDS
-            if not self._is_closed and self._writer is not None and self._writer.rows:
-                if is_idle or now - self._oldest >= _MAX_DELAY_SECONDS or self._claims.somebody_waits():
+            idle_in = self._latest + IDLE_SECONDS - now
+            if not self._is_closed and self._builder is not None and self._builder.rows:
+                is_due = idle_in <= 0 or now - self._oldest >= _MAX_DELAY_SECONDS
+                if is_due or self._claims.somebody_waits():
                     self._publish()
                 return _TICK_SECONDS
-            if not self._is_closed and not is_idle:
-                return _IDLE_SECONDS
-            self._discard()  # an open writer is a sign to others
-            self._places.release()
+            if not self._is_closed and idle_in > 0:
+                return max(idle_in, _TICK_SECONDS)
+            self._sleep()
             self._keeper = None
             return None
+
+
+def _mean(before: float, new: float) -> float:
+    return (7 * before + new) / 8 if before else new
 
 
 _at_work: weakref.WeakSet[ReadThrough] = weakref.WeakSet()

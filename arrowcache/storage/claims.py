@@ -1,22 +1,34 @@
 """Claims: which items of a dataset somebody makes, or has made and not yet published.
 
-One lock byte an item in claims.lock, held by the process that will publish it; the kernel drops the claims of
-a process that dies. One byte far behind them says that somebody waits for claimed items: who has some
-publishes them at once. The next one is held by who merges segments.
+claims.lock has a number of 4 bytes for each item: that of the process that will publish it, or 0. A process
+holds the lock byte of its own number, and the kernel drops that when it dies: its claims then count no more.
+A claim costs the same however many there are. With a lock byte for each item it would not: the kernel walks
+all locks of a file.
+
+Locks far behind are signs. One says that somebody waits for claimed items: who has some publishes them at
+once. One says that a process has claims. The last is held by who merges segments.
+
+Two processes may both get an item that they claim within the same microseconds, and both make it then.
 Must never: keep anybody from making an item. A claim decides who publishes it.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from arrowcache.storage.locks import LockFile
 
-_SOMEBODY_WAITS = 2**62  # the byte of this sign: no item has this index
-_MERGES = _SOMEBODY_WAITS + 1
+_SOMEBODY_WAITS = 2**62
+_SOMEBODY_HOLDS = _SOMEBODY_WAITS + 1
+_MERGES = _SOMEBODY_WAITS + 2
+
+_NUMBER_BYTES = 4
+_MOST_NUMBER = 2**31 - 1
+_NOBODY = bytes(_NUMBER_BYTES)
 
 
 @contextmanager
@@ -35,26 +47,48 @@ class Claims:
     Args:
         path: claims.lock; made if it is not there.
         mode: mode of a new file.
-    Raises: OSError: it cannot be made or opened.
+        length: items of the dataset.
+    Raises: OSError: it cannot be made or opened, or the disk has no room for it.
     """
 
-    def __init__(self, path: Path, mode: int) -> None:
+    def __init__(self, path: Path, mode: int, length: int) -> None:
         self._file = LockFile(path, os.O_RDWR | os.O_CREAT, mode)
-        self._sign = LockFile(path)  # another description: locks of one do not conflict with each other
         self._held: set[int] = set()
+        try:
+            if os.fstat(self._file.fd).st_size < length * _NUMBER_BYTES:
+                os.posix_fallocate(self._file.fd, 0, length * _NUMBER_BYTES)  # so that it grows no more
+            self._mine = self._own_number()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _own_number(self) -> bytes:
+        """Return a number that no living process has, nor, as good as surely, a dead one had."""
+        while True:
+            number = random.SystemRandom().randint(1, _MOST_NUMBER)
+            if self._file.try_range(number, 1, exclusive=True):
+                return number.to_bytes(_NUMBER_BYTES, "little")
 
     def claim(self, index: int) -> bool:
         """Claim an item. Returns: False: it is claimed already, here or elsewhere."""
-        if index in self._held or not self._file.try_range(index, 1, exclusive=True):
+        if index in self._held or self.is_held_elsewhere(index):
+            return False
+        if not self._held:
+            self._file.try_range(_SOMEBODY_HOLDS, 1, exclusive=False)
+        self._write(index, self._mine)
+        if self._read(index) != self._mine:
             return False
         self._held.add(index)
         return True
 
     def release(self, indices: Iterable[int]) -> None:
         """End claims: the items are published, or never will be."""
-        for index in self._held.intersection(indices):
-            self._file.unlock_range(index, 1)
-            self._held.discard(index)
+        ended = self._held.intersection(indices)
+        for index in ended:
+            self._write(index, _NOBODY)
+        self._held -= ended
+        if ended and not self._held:
+            self._file.unlock_range(_SOMEBODY_HOLDS, 1)
 
     @property
     def held(self) -> frozenset[int]:
@@ -63,27 +97,35 @@ class Claims:
 
     def is_held_elsewhere(self, index: int) -> bool:
         """True if another process has claimed an item."""
-        return self._file.conflict(index, 1) is not None
+        owner = self._read(index)
+        if owner in (_NOBODY, self._mine, b""):
+            return False
+        return self._file.conflict(int.from_bytes(owner, "little"), 1) is not None
 
     def some_are_held_elsewhere(self) -> bool:
         """True if another process has claimed any item."""
-        return self._file.conflict(0, _SOMEBODY_WAITS) is not None
+        return self._file.conflict(_SOMEBODY_HOLDS, 1) is not None
 
     def somebody_waits(self) -> bool:
         """True if another process waits for claimed items."""
-        return self._sign.conflict(_SOMEBODY_WAITS, 1) is not None
+        return self._file.conflict(_SOMEBODY_WAITS, 1) is not None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Show meanwhile that this process waits for claimed items."""
-        self._sign.try_range(_SOMEBODY_WAITS, 1, exclusive=False)  # shared: all who wait have it
+        self._file.try_range(_SOMEBODY_WAITS, 1, exclusive=False)  # shared: all who wait have it
         try:
             yield
         finally:
-            self._sign.unlock_range(_SOMEBODY_WAITS, 1)
+            self._file.unlock_range(_SOMEBODY_WAITS, 1)
 
     def close(self) -> None:
         """End all claims. Idempotent."""
         self._held.clear()
         self._file.close()
-        self._sign.close()
+
+    def _read(self, index: int) -> bytes:
+        return os.pread(self._file.fd, _NUMBER_BYTES, index * _NUMBER_BYTES)
+
+    def _write(self, index: int, number: bytes) -> None:
+        os.pwrite(self._file.fd, number, index * _NUMBER_BYTES)

@@ -280,6 +280,7 @@ class Store:
         self, part: PartFile, rows: int, task: str, on_visible: Callable[[], None]
     ) -> SegmentInfo | None:
         with self.locked():
+            self.refresh_settings()
             if task and any(segment.task == task for segment in self.segments()):
                 self._end_task(task)
                 return None
@@ -427,8 +428,19 @@ class Store:
         return published + self.folder.incoming_bytes() + self.folder.other_bytes(self._listing.foreign)
 
     def refresh_settings(self) -> None:
-        """Read the settings anew: another process may have resized the cache."""
-        self.settings = self.folder.read_settings(self.settings)
+        """Read the settings anew: another process may have resized the cache.
+
+        Raises: CacheFormatError: another cache has its place by now. OSError: none has.
+        """
+        found = self.folder.read_settings(self.settings)
+        if found is self.settings:
+            return
+        if found.dataset != self.settings.dataset or found.schema != self.settings.schema:
+            holds = found.dataset or "other columns"
+            raise CacheFormatError(
+                f"{self.folder.path} was removed, and is another cache now, of {holds}: open that one"
+            )
+        self.settings = found
 
     def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
         """The fact, the numbers and the way out; asks /proc, so never under cache.lock."""
@@ -500,6 +512,15 @@ class Store:
         """True if a full segment finds room without an eviction."""
         holds, allocated = self._holds_and_allocated_bytes(listed)
         return holds - allocated >= room_of_one(self.settings.segment_bytes)
+
+    def has_room(self) -> bool:
+        """True if a full segment finds room without an eviction. Reads the folder and its settings.
+
+        Raises: OSError, CacheFormatError: as `refresh_settings`.
+        """
+        self.refresh_settings()
+        room = self.settings.capacity_bytes - self.allocated_bytes(self.segments())
+        return room >= room_of_one(self.settings.segment_bytes)
 
     # leasing and reading
 

@@ -13,6 +13,7 @@ each epoch then makes the same share anew, and no more.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,14 +31,15 @@ from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
-from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
-from arrowcache.lifetimes import Closable, finalizer
+from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError
+from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.read_through.places import INDEX
-from arrowcache.read_through.reader import Found, ReadThrough
+from arrowcache.read_through.reader import IDLE_SECONDS, Found, ReadThrough
+from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
-from arrowcache.storage.sizing import require_share, room_of_one, settings_of_items
+from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.restore import require_restorable, restored
 from arrowcache.units import (
@@ -50,7 +52,8 @@ from arrowcache.units import (
 )
 
 _FILLED_AT_ONCE = 8  # items
-_AGAIN_SECONDS = 30.0  # until a cache that could not be used is tried again
+_TURN_SECONDS = IDLE_SECONDS + 0.5  # in which processes that read no more end their leases
+_TRY_SECONDS = 0.05
 
 _UNUSABLE = (OSError, LockTimeoutError)
 
@@ -60,7 +63,8 @@ class CachedStats(Shown):
     """A dataset's cache at one moment, and the use that this process made of it.
 
     `cached` of `length` items are published, and take `published_bytes`; `hits` were read from the cache in
-    this process, and `made` made by the dataset inside. `is_full`: no more fits into the capacity.
+    this process, and `made` made by the dataset inside. `is_full`: no more fits into the capacity. `trouble`
+    says why this process can store nothing now; it is empty if it can.
     """
 
     length: int
@@ -70,6 +74,7 @@ class CachedStats(Shown):
     is_full: bool
     hits: int
     made: int
+    trouble: str = ""
 
     @property
     def hit_rate(self) -> float:
@@ -86,7 +91,10 @@ class CachedStats(Shown):
         share = f"{items} ({format_share(self.cached, self.length)}){full}"
         size = f"{format_bytes(self.published_bytes)} of {format_bytes(self.capacity_bytes)}"
         here = f"{format_count(self.hits, 'item')} read from the cache, {self.made} made"
-        return [Facts([("in the cache", share), ("on the disk", size), ("this process", here)])]
+        facts = [("in the cache", share), ("on the disk", size), ("this process", here)]
+        if self.trouble:
+            facts.append(("not stored now", printable(self.trouble)))
+        return [Facts(facts)]
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,14 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         self._names = tuple(leaf.name for leaf in spec.form.leaves)
         self._store: Store | None = None
         self._reader: ReadThrough | None = None
-        self._failed_at = -_AGAIN_SECONDS
+        self._trouble = Trouble()
         self._is_closed = False
+        self._lock = threading.RLock()  # while the cache is opened
+        forgets_in_child(self)
+
+    def forget_in_child(self) -> None:
+        """Have no reader: it is the parent's."""
+        self._reader, self._lock = None, threading.RLock()
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -240,12 +254,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             if reader is not None:
                 reader.count(len(made), time.monotonic() - begun)
                 if is_claimed:
-                    reader.drop(indices[len(made) :])
+                    reader.unclaim(indices[len(made) :])
 
     # the cache
 
-    def begin(self, item: Any) -> None:
-        """Open the cache or make it, and publish the first item if it is missing; `cached` does this.
+    def _begin(self, item: Any) -> None:
+        """Open the cache or make it, and publish the first item if it is missing.
 
         Raises: CacheFormatError, FileExistsError: something else is at the path. Warns: it cannot be used.
         """
@@ -257,7 +271,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         except (FileExistsError, NotADirectoryError):
             raise
         except _UNUSABLE as error:
-            self._unusable(error)
+            self._trouble.note(error)
             return
         reader = self.reader_here()
         first = np.zeros(1, np.int64)
@@ -265,10 +279,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             _kept(self._spec.form, 0, item, reader)
         if reader is not None:
             reader.rest()
-
-    def _unusable(self, error: Exception) -> None:
-        self._reader, self._failed_at = None, time.monotonic()
-        warn(f"items are made, and not stored: {error}")
 
     @property
     def form(self) -> ItemForm:
@@ -289,7 +299,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
     def rest(self) -> None:
         """Publish what this process made, and end its lease, for the package's own use."""
-        if self._reader is not None and self._reader.origin.is_here:
+        if self._reader is not None:
             self._reader.rest()
 
     def rest_if_it_turns_over(self) -> None:
@@ -319,17 +329,16 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """The reader of this process, for the package's own use. None while the cache cannot be used."""
         if self._is_closed:
             raise ValueError("the dataset is closed: make it again with arrowcache.torch.cached")
-        reader = self._reader
-        if reader is not None and reader.origin.is_here:
-            return reader
-        if time.monotonic() - self._failed_at < _AGAIN_SECONDS:
-            return None
-        try:
-            self._reader = reader = ReadThrough(self._opened(), self._names)
-            finalizer(self, reader.end)  # which publishes what was made
-        except _UNUSABLE as error:
-            self._unusable(error)
-        return self._reader
+        if self._reader is not None:
+            return self._reader
+        with self._lock:
+            if self._reader is None and not self._trouble.why:
+                try:
+                    self._reader = reader = ReadThrough(self._opened(), self._names, self._trouble)
+                    finalizer(self, reader.close_soon)  # which publishes what was made
+                except _UNUSABLE as error:
+                    self._trouble.note(error)
+            return self._reader
 
     @property
     def cached(self) -> int:
@@ -346,25 +355,26 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def stats(self) -> CachedStats:
         """Count the items that are in the cache now, and what this process did."""
         reader, settings = self.reader_here(), self._spec.settings
-        if reader is None:
-            return CachedStats(len(self), 0, 0, settings.capacity_bytes, is_full=False, hits=0, made=0)
-        cached, cache = reader.cached, self._opened().stats()
-        room = cache.capacity_bytes - cache.allocated_bytes
+        cached = hits = made = published_bytes = 0
+        capacity_bytes, is_full = settings.capacity_bytes, False
+        if reader is not None:
+            cached, hits, made = reader.cached, reader.hits, reader.made
+            try:
+                store = self._opened()
+                cache = store.stats()
+                published_bytes, capacity_bytes = cache.published_bytes, cache.capacity_bytes
+                is_full = cached < len(self) and not store.has_room()
+            except (ArrowCacheError, OSError) as error:
+                self._trouble.note(error)
         return CachedStats(
-            length=len(self),
-            cached=cached,
-            published_bytes=cache.published_bytes,
-            capacity_bytes=cache.capacity_bytes,
-            is_full=cached < len(self) and room < room_of_one(settings.segment_bytes),
-            hits=reader.hits,
-            made=reader.made,
+            len(self), cached, published_bytes, capacity_bytes, is_full, hits, made, self._trouble.why
         )
 
     def fill(self, workers: int = 8, progress: bool | None = None) -> int:
         """Make and publish all items that are missing, now.
 
         Args:
-            workers: number of processes. 0 means this one.
+            workers: number of processes, which are forked: a script needs no main guard. 0 means this one.
             progress: show a bar. None shows one if stderr is a terminal.
         Blocks: until it is done, or the cache is full.
         Returns: the number of items in the cache.
@@ -379,11 +389,13 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.settle()
         missing = reader.missing
         reader.rest()
+        workers = min(workers, len(missing))
         making = DataLoader(
             _Filling(self, missing),
             batch_size=_FILLED_AT_ONCE,
-            num_workers=min(workers, len(missing)),
+            num_workers=workers,
             collate_fn=list,
+            multiprocessing_context="fork" if workers else None,
         )
         disable = None if progress is None else not progress
         with tqdm.tqdm(total=len(missing), unit=" items", desc="filling", disable=disable) as bar:
@@ -400,16 +412,21 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """Evict the oldest items of a full cache: a share of `replace` of the capacity.
 
         For between two epochs: other items take their room as they are asked for. Items that another process
-        reads stay; its lease ends a second after its last request.
+        reads stay.
 
+        Blocks: for some more than a second while others lease: the lease of a DataLoader's worker ends a
+            second after its last request.
         Returns: the number of items that left.
         """
         reader = self.reader_here()
         if reader is None or not self._spec.replace or not self.stats().is_full:
             return 0
         reader.rest()
-        nbytes = int(self._spec.replace * self._opened().settings.capacity_bytes)
-        return sum(segment.rows for segment in self._opened().evict(nbytes))
+        store, deadline = self._opened(), time.monotonic() + _TURN_SECONDS
+        nbytes = int(self._spec.replace * store.settings.capacity_bytes)
+        while not (gone := store.evict(nbytes)) and time.monotonic() < deadline:
+            time.sleep(_TRY_SECONDS)
+        return sum(segment.rows for segment in gone)
 
     def close(self) -> None:
         """Publish what was made, and end. Idempotent."""
@@ -501,7 +518,7 @@ def cached(
     except SchemaError as error:
         raise SchemaError(f"item 0: {error}") from None
     train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
-    train.begin(item)
+    train._begin(item)
     return train
 
 

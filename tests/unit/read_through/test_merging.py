@@ -223,9 +223,10 @@ def test_a_kill_in_any_step_loses_nothing(tmp_path):
 
 def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
     from arrowcache.read_through.reader import ReadThrough
+    from arrowcache.read_through.trouble import Trouble
 
     store = make_store(tmp_path / "cache")
-    reader = ReadThrough(store, [name for name in SCHEMA if name != INDEX])
+    reader = ReadThrough(store, [name for name in SCHEMA if name != INDEX], Trouble())
     for index in range(40):
         wanted = np.array([index])
         assert reader.claim(wanted).all()

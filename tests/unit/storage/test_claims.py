@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from arrowcache.storage.claims import Claims
@@ -10,7 +13,7 @@ from arrowcache.storage.claims import Claims
 @pytest.fixture
 def both(tmp_path):
     """Claims of two open files, as of two processes."""
-    mine, other = (Claims(tmp_path / "claims.lock", 0o600) for _ in range(2))
+    mine, other = (Claims(tmp_path / "claims.lock", 0o600, 1000) for _ in range(2))
     yield mine, other
     mine.close()
     other.close()
@@ -57,3 +60,47 @@ def test_closing_ends_all_claims_and_is_idempotent(both):
     mine.close()
     mine.close()
     assert all(map(other.claim, range(5)))
+
+
+def test_a_process_that_died_claims_nothing_more(tmp_path):
+    path = tmp_path / "claims.lock"
+    claims = Claims(path, 0o600, 10)
+    pid = os.fork()
+    if not pid:
+        Claims(path, 0o600, 10).claim(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not claims.is_held_elsewhere(3)
+    assert not claims.some_are_held_elsewhere()
+    assert claims.claim(3)
+    claims.close()
+
+
+def test_others_see_that_somebody_has_claims(both):
+    mine, other = both
+    assert not other.some_are_held_elsewhere()
+    mine.claim(1)
+    mine.claim(2)
+    mine.release([1])
+    assert other.some_are_held_elsewhere()
+    assert not mine.some_are_held_elsewhere()
+    mine.release([2])
+    assert not other.some_are_held_elsewhere()
+
+
+def test_a_claim_locks_no_byte_and_takes_no_more_disk(tmp_path):
+    """The kernel walks all locks of a file at each call: with one for each item, claims cost ever more."""
+    path = tmp_path / "claims.lock"
+    claims = Claims(path, 0o600, 10_000)
+
+    def locks():
+        inode = f":{path.stat().st_ino} "
+        with open("/proc/locks") as file:
+            return sum(inode in line for line in file)
+
+    before = path.stat().st_blocks
+    assert all(map(claims.claim, range(0, 10_000, 7)))
+    assert locks() == 2, "its own number, and the sign that it holds some"
+    assert path.stat().st_blocks == before
+    claims.close()
+    assert locks() == 0

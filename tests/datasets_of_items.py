@@ -85,7 +85,6 @@ KINDS = {
     "tensors without dimensions": pairs(torch.tensor),
     "arrays": pairs(lambda n: np.full((2, 3), n, np.int16)),
     "arrays without dimensions": pairs(lambda n: np.array(float(n))),
-    "a foreign byte order": pairs(lambda n: np.arange(n, n + 3, dtype=">f4")),
     "scalars of NumPy": pairs(np.float32),
     "days": pairs(lambda n: np.datetime64("2026-01-01") + n),
     "ints": [2**60, 1, -5],

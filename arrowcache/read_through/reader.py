@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.builder import ConvertedRows, SegmentBuilder
+from arrowcache.arrow.builder import LARGER_SEGMENTS_OF_ITEMS, ConvertedRows, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError, CorruptSegmentError, SchemaError, warn
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit
 from arrowcache.os_errors import start
@@ -237,7 +237,9 @@ class ReadThrough:
         with self._lock:
             self._latest = time.monotonic()
             with self._storing():
-                self._builder = self._builder or SegmentBuilder(self._store.settings.form)
+                self._builder = self._builder or SegmentBuilder(
+                    self._store.settings.form, LARGER_SEGMENTS_OF_ITEMS
+                )
             if self._builder is None:
                 return
             try:

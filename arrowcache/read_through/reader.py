@@ -180,15 +180,20 @@ class ReadThrough:
         Returns: a mask (n,); False: somebody else has claimed it or published it, or nothing is stored now.
         """
         with self._lock:
-            is_claimed = np.zeros(len(indices), np.bool_)
+            is_claimed, is_missing = np.zeros((2, len(indices)), np.bool_)
             if not self.stores:
                 return is_claimed
-            with self._storing():
-                claimed = np.fromiter(map(self._claims.claim, indices.tolist()), np.bool_, len(indices))
-                self._refresh()  # who held it before may have published it
-                is_claimed = claimed & (self._places.rows_of(indices) < 0)
-                self._claims.release(indices[claimed & ~is_claimed].tolist())
-            return is_claimed
+            try:
+                with self._storing():
+                    for at, index in enumerate(indices.tolist()):
+                        is_claimed[at] = self._claims.claim(index)
+                    self._refresh()  # who held it before may have published it
+                    is_missing = self._places.rows_of(indices) < 0
+                    self._claims.release(indices[is_claimed & ~is_missing].tolist())
+            except BaseException:  # Ctrl-C
+                self._claims.release(indices[is_claimed].tolist())
+                raise
+            return is_claimed & is_missing
 
     @property
     def stores(self) -> bool:
@@ -286,7 +291,7 @@ class ReadThrough:
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
-        """Where the block fails to store, discard what is unpublished: others may make and store it."""
+        """Discard what is unpublished if the block fails to store: others may make and store it."""
         try:
             yield
         except _FAILURES as error:
@@ -335,6 +340,8 @@ class ReadThrough:
         """Publish what was made, end the lease and the thread, until the next request: before a fork."""
         with self._lock:
             self._publish()
+            with suppress(OSError):
+                self._claims.release(self._claims.held)  # of what Ctrl-C left
             self._latest = -IDLE_SECONDS
             keeper = self._sleep()
         self._join(keeper)

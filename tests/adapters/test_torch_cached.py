@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime as dt
 import io
 import json
+import os
 import pickle
 import shutil
 import signal
 import textwrap
-import threading
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from typing import Any, ClassVar
 
@@ -29,10 +30,9 @@ from arrowcache.cli.commands import run
 from arrowcache.explore import History, observe
 from arrowcache.explore.board import board_of
 from arrowcache.read_through import reader, trouble
-from arrowcache.read_through.reader import ReadThrough
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
-from arrowcache.torch import CachedDataset, cached, cached_dataset
+from arrowcache.torch import CachedDataset, cached
 
 
 def epoch(train, **options) -> None:
@@ -416,24 +416,17 @@ def test_who_claims_an_item_that_was_published_meanwhile_does_not_make_it(path):
 
 
 def test_threads_that_begin_together_have_one_reader(path, monkeypatch):
-    readers = []
+    opened = os.open
 
-    class Counted(ReadThrough):
-        def __init__(self, *arguments):
-            readers.append(self)
-            time.sleep(0.05)  # in which others would begin theirs
-            super().__init__(*arguments)
+    def slowly(*arguments, **options):
+        time.sleep(0.02)  # in which others would begin theirs
+        return opened(*arguments, **options)
 
     with cached(Numbers(20), path, capacity="16MiB") as train:
         again = pickle.loads(pickle.dumps(train))
-    monkeypatch.setattr(cached_dataset, "ReadThrough", Counted)
-    threads = [threading.Thread(target=again.__getitem__, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    again.close()
-    assert len(readers) == 1
+    with again, ThreadPoolExecutor(4) as threads:
+        monkeypatch.setattr(os, "open", slowly)
+        assert len({*threads.map(lambda _: again.reader_here(), range(4))}) == 1
 
 
 def test_what_was_made_is_published_after_a_minute_without_a_pause(path, monkeypatch):

@@ -92,6 +92,7 @@ KINDS = {
     "bools": [True, False, True],
     "complex numbers": [1j, 2 + 0j, 3 + 1j],
     "texts": ["", "a", "ä"],
+    "texts of NumPy": [np.str_(""), np.str_("a"), np.str_("ää")],
     "bytes": [b"", b"\0a", b"b"],
     "moments": pairs(lambda n: dt.datetime(2026, 1, 1 + n, 12, 30)),  # noqa: DTZ001
     "lists of numbers": pairs(lambda n: [n, n + 1]),

@@ -203,7 +203,8 @@ def _leaf(name: str, value: Any) -> Leaf:
             f"{_shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
             "the type that it has elsewhere, such as -1 or ''"
         )
-    return Leaf(name or ALONE, type(value), _mode(value), getattr(value, "dtype", None), _detail(value))
+    dtype = None if isinstance(value, str | bytes) else getattr(value, "dtype", None)  # NumPy's: a length
+    return Leaf(name or ALONE, type(value), _mode(value), dtype, _detail(value))
 
 
 def _is_empty_list(value: Any) -> bool:

@@ -63,10 +63,10 @@ def _instead(leaf: Leaf) -> str:
         return "numbers of one class"
     if leaf.mode or leaf.type in (torch.Tensor, np.ndarray, list, *_PLAIN):
         return ""
-    if issubclass(leaf.type, str | bytes):
-        return "str(value)" if issubclass(leaf.type, str) else "bytes(value)"
     if issubclass(leaf.type, np.generic):
         return ""
+    if issubclass(leaf.type, str | bytes):
+        return "str(value)" if issubclass(leaf.type, str) else "bytes(value)"
     return "tensor.as_subclass(torch.Tensor)" if issubclass(leaf.type, torch.Tensor) else "np.asarray(value)"
 
 
@@ -87,7 +87,7 @@ def restored(leaf: Leaf, kind: FieldType, column: ColumnData) -> Sequence[Any]:
         column: (n, *shape), n texts or bytes, or `Values` of n rows.
     """
     if isinstance(column, list):
-        return column
+        return column if leaf.type in _PLAIN else [*map(leaf.type, column)]  # texts of NumPy
     if isinstance(column, Values):
         made = _of_ragged(leaf, kind)
         data = to_tensor(column.data, kind) if leaf.type is torch.Tensor else column.data

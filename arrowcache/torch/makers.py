@@ -13,6 +13,7 @@ Ctrl-C, and end with this process.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.sharedctypes import RawValue
@@ -174,17 +175,20 @@ class Makers:
         if is_whole and self._loader is not None:
             self._answers = iter(self._loader)
         else:
-            self._loader = DataLoader(
-                self._making,
-                batch_sampler=self._requests,  # type: ignore[arg-type]  # of requests
-                num_workers=self._workers,
-                collate_fn=_as_it_is,
-                persistent_workers=True,
-                worker_init_fn=ParentWatch(),
-            )
-            with shielded():
-                self._answers = iter(self._loader)
-                _supervise(self._answers)
+            with warnings.catch_warnings():
+                # Workers wait for the source of items: torch advises as many as there are processors.
+                warnings.filterwarnings("ignore", "This DataLoader will create")
+                self._loader = DataLoader(
+                    self._making,
+                    batch_sampler=self._requests,  # type: ignore[arg-type]  # of requests
+                    num_workers=self._workers,
+                    collate_fn=_as_it_is,
+                    persistent_workers=True,
+                    worker_init_fn=ParentWatch(),
+                )
+                with shielded():
+                    self._answers = iter(self._loader)
+                    _supervise(self._answers)
         self._is_whole = True
 
     def next(self) -> tuple[Any] | None:

@@ -119,7 +119,7 @@ def test_a_transform_and_a_collate_function_do_what_they_do_in_a_dataloader(path
             assert sorted(itertools.chain.from_iterable(loader)) == [*range(20)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 3], ids=["here", "3"])  # more than a small machine's processors
 def test_each_item_comes_once_an_epoch_in_an_order_of_its_own_and_is_made_once(path, log, workers):
     with cached(Numbers(LENGTH, log), path, capacity="64MiB") as train:
         loader = Loader(train, 10, workers=workers)

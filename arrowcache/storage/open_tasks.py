@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from arrowcache.storage.layout import task_byte, tasks_listed
+from arrowcache.storage.layout import shown, task_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.store import Store
 
@@ -81,7 +81,7 @@ def require_division(store: Store, pool: str, division: str) -> None:
         return
     if recorded or folder.has_pool(pool):
         others, these = (
-            each or "a sampler whose tasks draw from all there is" for each in (recorded, division)
+            shown(each) or "a sampler whose tasks draw from all there is" for each in (recorded, division)
         )
         raise ValueError(
             f"pool {pool} of this cache drew from {others}, and is now to draw from {these}: some samples "

@@ -56,7 +56,8 @@ ROLLING = """
                         most = max(most, used(disk) - empty)
                     assert disk_bytes(disk / "cache") <= capacity
             pool.wait(timeout=60)
-        assert most <= min(capacity, room), (most, capacity, room)
+        # ext4 takes some blocks for itself of those that it holds back
+        assert most <= min(capacity, room + (32 << 10)), (most, capacity, room)
         assert cache.stats().oldest_seq > 0, "the disk was never full: this shows nothing"
         assert cache.stats().leased_bytes == 0
         assert os.listdir(cache.path / "incoming") == []

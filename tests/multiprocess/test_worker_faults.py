@@ -191,7 +191,12 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
         wait_until(lambda: all(has_ended()), "the others to be gone")
         assert len(started) == 4
         monkeypatch.undo()
-        assert sorted(ids_of(loader)) == list(range(320))
+        for _ in started:
+            with suppress(MemoryError):  # one that died late may still tell of it
+                assert sorted(ids_of(loader)) == list(range(320))
+                break
+        else:
+            pytest.fail("the new workers cannot start, either")
 
 
 @pytest.mark.slow

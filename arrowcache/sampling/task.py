@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
-from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
@@ -163,7 +163,7 @@ class _Worker:
             with explaining(self.store.folder.path):
                 self.store.refresh_settings()
                 return self._identity_now() == self._identity and self.store.settings.form == self._form
-        except FileNotFoundError:  # opening it anew repairs it, or says why not
+        except (FileNotFoundError, CacheFormatError):  # opening it anew repairs it, or says why not
             return False
 
     def _identity_now(self) -> tuple[int, int, int]:

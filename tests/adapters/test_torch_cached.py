@@ -26,7 +26,6 @@ from processes import METHODS, Child, Script, private_mounts, small_disk
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 import arrowcache as ac
-from arrowcache.cli.commands import run
 from arrowcache.explore import History, observe
 from arrowcache.explore.board import board_of
 from arrowcache.read_through import reader, trouble
@@ -595,6 +594,7 @@ def test_what_is_in_stays_in(path, log):
 
 
 def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys):
+    commands = pytest.importorskip("arrowcache.cli.commands", reason="the extra 'explore' is not installed")
     with cached(Numbers(5000), path, capacity="64MiB") as train:
         train.__getitems__([*range(4000)])
         says = f"cached {train.cached:,} of 5,000 items (80 %)"
@@ -604,7 +604,7 @@ def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys
         history = History()
         history.add(observe(path))
         assert says in board_of(history)["fill"]["text"]
-        assert run(["info", str(path)]) == 0
+        assert commands.run(["info", str(path)]) == 0
         assert says in capsys.readouterr().out
 
 

@@ -739,7 +739,10 @@ class Store:
             usage = self.usage.record()
             rows = np.array([segment.rows for segment in listed], np.int64)
             served = self.usage.served(np.array([segment.seq for segment in listed], np.int64))
-            items = 0 if self.settings.dataset is None else self.settings.dataset.length
+            items = cached_items = 0
+            if self.settings.dataset is not None:
+                items = self.settings.dataset.length
+                cached_items = min(items, int(rows.sum()) - sum(part.rows for part in superseded(listed)))
             stats = CacheStats(
                 capacity_bytes=self.settings.capacity_bytes,
                 allocated_bytes=self.allocated_bytes(listed),
@@ -761,7 +764,7 @@ class Store:
                 most_times_served=int(served.max(initial=0)),
                 paced=self._why_paced(listed),
                 items=items,
-                cached_items=min(items, int(rows.sum()) - sum(part.rows for part in superseded(listed))),
+                cached_items=cached_items,
             )
         return Survey(stats, listed, leased)
 

@@ -2,8 +2,8 @@
 
 An epoch's order is one of documents, rows of a ragged column. A bundle is as many as fill some hundred
 sequences: their lengths are looked up, which takes a few bytes of each from the files, and packing.py says
-    which of their tokens go into which sequence. The sequences of a bundle are shuffled among themselves,
-    since those of a long document, or of best fit, come in a row.
+which of their tokens go into which sequence. The sequences of a bundle are shuffled among themselves, since
+those of a long document, or of best fit, come in a row.
 
 Guarantees: each token of the rest of an epoch is in one sequence of one bundle; the sequences are a function
 of the documents' lengths, their order, seed and epoch, and a place within a bundle (`Within`) is enough to go

@@ -32,9 +32,9 @@ from arrowcache.units import (
 )
 
 WORKER_TYPES = ("process", "thread")
-_MOST_BATCH_ROWS = (1 << 31) - 1
-_MOST_WORKERS = 256
-_MOST_PREFETCHED = 1 << 16
+MOST_BATCH_ROWS = (1 << 31) - 1
+MOST_WORKERS = 256
+MOST_PREFETCHED = 1 << 16
 _BATCH_SIZE = 64  # where nothing else is said
 _TERMS = (
     "batch_size", "batch_tokens", "length_of", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes",
@@ -87,8 +87,7 @@ class LoaderOptions:
     Args:
         may_view: batches may be views of the cache's files.
         packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
-            the
-            order, and all ranks have the same order.
+            the order, and all ranks have the same order.
     Raises: ValueError, TypeError: an argument that does not fit.
     """
 
@@ -148,13 +147,13 @@ class LoaderOptions:
             "budget": budget,
             "most_rows": batch_size if budget is None else budget.tokens,
             "seed": parse_count(self.seed, "seed", least=0, most=None),
-            "workers": parse_count(self.workers, "workers", least=0, most=_MOST_WORKERS),
+            "workers": parse_count(self.workers, "workers", least=0, most=MOST_WORKERS),
             "wait_rows": parse_count(self.wait_rows, "wait_rows"),
             "timeout": _timeout_seconds(self.timeout),
             "names": names,
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
-        for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", _MOST_PREFETCHED)):
+        for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", MOST_PREFETCHED)):
             if (value := getattr(self, name)) is not None:
                 parsed[name] = parse_count(value, name, most=most)
         for name, value in parsed.items():
@@ -254,7 +253,7 @@ def spelled_out(arguments: type[EpochArguments]) -> Callable[[Face], Face]:
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
-    rows = parse_count(batch_size, "batch_size", most=_MOST_BATCH_ROWS)
+    rows = parse_count(batch_size, "batch_size", most=MOST_BATCH_ROWS)
     nbytes = rows * sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
     if nbytes > memory_bytes():
         raise ValueError(

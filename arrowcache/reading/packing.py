@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
 from arrowcache.cgroup import memory_bytes
+from arrowcache.reading.shuffle import starts_of
 from arrowcache.units import MOST_COUNTED, format_bytes, parse_count
 
 POSITION_IDS, DOCUMENT_IDS, LOSS_MASK, CU_SEQLENS = "position_ids", "document_ids", "loss_mask", "cu_seqlens"
@@ -291,8 +292,3 @@ def require_packing(packing: Packing | None, within: Within | None) -> None:
             f"{said}, and this loader makes those of length={packing.length}, split={packing.split}: give it "
             "the same until the epoch is over"
         )
-
-
-def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the sum before each count, then that of all: (n + 1,)."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))

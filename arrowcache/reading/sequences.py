@@ -22,8 +22,9 @@ from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Parts
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.order import EpochOrder, Shard
-from arrowcache.reading.packing import CU_SEQLENS, DOCUMENT_IDS, LOSS_MASK, POSITION_IDS, Within, starts_of
+from arrowcache.reading.packing import CU_SEQLENS, DOCUMENT_IDS, LOSS_MASK, POSITION_IDS, Within
 from arrowcache.reading.portion import Portion, ReadyBatch
+from arrowcache.reading.shuffle import starts_of
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.store import Store

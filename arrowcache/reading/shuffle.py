@@ -152,9 +152,9 @@ class Blocks(RowOrder):
         )
 
 
-def starts_of(rows: ArrayLike) -> NDArray[np.int64]:
-    """Return the first row of each segment, then the number of all rows: (n + 1,)."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)))
+def starts_of(counts: ArrayLike) -> NDArray[np.int64]:
+    """Return the sum before each of n counts, then that of all: (n + 1,). Of rows: where segments begin."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
 
 
 def _sequence(seed: int, key: tuple[int, ...]) -> SeedSequence:

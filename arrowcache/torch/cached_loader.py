@@ -18,6 +18,7 @@ from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.iterator import EpochIterator
 from arrowcache.reading.memory import page_aligned
+from arrowcache.reading.options import MOST_BATCH_ROWS, MOST_PREFETCHED, MOST_WORKERS
 from arrowcache.reading.order import EpochOrder, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
@@ -32,9 +33,6 @@ from arrowcache.torch.makers import Makers
 from arrowcache.units import MOST_COUNTED, parse_count, require_function
 
 _CLOSED = "the loader is closed: make a new one"
-_MOST_BATCH_ITEMS = (1 << 31) - 1
-_MOST_WORKERS = 256
-_MOST_PREFETCHED = 1 << 16
 _SHUFFLES = {True: "rows", "rows": "rows", False: None, None: None}
 
 #: Options of `Loader` that a finite dataset has no use for, and what to do instead.
@@ -112,7 +110,7 @@ class CachedLoader(Closable):
         if not isinstance(train, CachedDataset):
             raise TypeError(f"a CachedLoader is of a CachedDataset, not of a {type(train).__name__}")
         self._train = train
-        self._batch_size = parse_count(batch_size, "batch_size", most=_MOST_BATCH_ITEMS)
+        self._batch_size = parse_count(batch_size, "batch_size", most=MOST_BATCH_ROWS)
         if not isinstance(shuffle, bool | str | None) or shuffle not in _SHUFFLES:
             raise ValueError(f"shuffle={shuffle!r} of a dataset must be True ('rows') or False (None)")
         self._shuffle = _SHUFFLES[shuffle]
@@ -120,9 +118,9 @@ class CachedLoader(Closable):
         if not isinstance(drop_last, bool):
             raise TypeError(f"drop_last must be True or False, not {drop_last!r}")
         self._drop_last = drop_last
-        self._workers = parse_count(workers, "workers", least=0, most=_MOST_WORKERS)
+        self._workers = parse_count(workers, "workers", least=0, most=MOST_WORKERS)
         if prefetch is not None:
-            prefetch = parse_count(prefetch, "prefetch", least=0, most=_MOST_PREFETCHED)
+            prefetch = parse_count(prefetch, "prefetch", least=0, most=MOST_PREFETCHED)
         self._prefetch = prefetch
         require_function(collate_fn, "collate_fn")
         self._collate = collated if collate_fn is None and train.transforms else collate_fn

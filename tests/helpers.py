@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -228,6 +229,15 @@ def held_rank_files(cache: ac.Cache) -> list[str]:
     with cache.store.locked():
         cache.store.folder.sweep()
     return sorted(os.listdir(cache.path / "ranks"))
+
+
+def goes_unheld(make: Callable[[], Any]) -> bool:
+    """True if what `make` returns goes with its last reference, without the garbage collector."""
+    gc.disable()
+    try:
+        return weakref.ref(make())() is None
+    finally:
+        gc.enable()
 
 
 def read_counters(path: str | os.PathLike[str]) -> Readout | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 import json
-import weakref
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import goes_unheld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,15 +198,12 @@ def test_the_batches_of_a_seed_and_an_epoch_are_the_same_for_ever():
 
 
 def test_an_order_goes_when_nobody_holds_it():
-    gc.disable()
-    try:
+    def used():
         order = Epoch(plan_of([10], 2), np.full(10, 3, np.int32)).ranks[0]
         order.batches(0, 1)
-        alive = weakref.ref(order)
-        del order
-        assert alive() is None
-    finally:
-        gc.enable()
+        return order
+
+    assert goes_unheld(used)
 
 
 # the rest of an epoch

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
-import weakref
 
 import numpy as np
 import pytest
+from helpers import goes_unheld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,15 +203,12 @@ def test_the_order_of_a_seed_and_an_epoch_is_the_same_for_ever(shuffle):
 
 
 def test_an_order_goes_when_nobody_holds_it():
-    gc.disable()
-    try:
+    def used():
         order = make([1000], 10)
         order.batches(0, 1)
-        alive = weakref.ref(order)
-        del order
-        assert alive() is None
-    finally:
-        gc.enable()
+        return order
+
+    assert goes_unheld(used)
 
 
 def test_an_epoch_shorter_than_a_step_has_no_step():

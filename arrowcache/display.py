@@ -11,7 +11,6 @@ JupyterLab's variables, with colors visible on white and on black as a fallback.
 from __future__ import annotations
 
 import html
-import itertools
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +27,7 @@ _FILLS = "█▓▒░▚▞"  # a terminal's characters for COLORS
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
 _WIDTH = "max-width: 46em"
 _TEXT_WIDTH = 40  # characters of a bar
-_MOST_CELLS, _CELL_HEIGHT = 100, 40
+_CELL_HEIGHT = 40
 _MOST_NAME = 40
 _MOST_OPEN = 20  # rows of a table; a notebook shows the total of a longer one first
 
@@ -231,56 +230,52 @@ class Bar:
         return join([element("div", *pieces, style=frame), names])
 
 
-class Mark(NamedTuple):
-    """One segment, as a timeline shows it."""
+class Cell(NamedTuple):
+    """Neighbouring segments of a timeline, at least one.
 
-    seq: int
-    rows: int
+    `first` and `last` are (seq, age in seconds); `rows` those of each sampler; `task` is the first one's.
+    """
+
+    first: tuple[int, float]
+    last: tuple[int, float]
+    segments: int
     nbytes: int
-    age_seconds: float
+    rows: Counter[str]
     task: str
-    sampler: str
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Segments side by side, oldest first, at least one: their ages, rows and samplers.
+    """Segments side by side, oldest first: their ages, rows and samplers. At least one cell."""
 
-    Neighbours share a cell if there are more segments than cells.
-    """
-
-    marks: Sequence[Mark]
-
-    def cells(self) -> list[Sequence[Mark]]:
-        """Return the cells, each with the same number of marks, or one more."""
-        count = min(len(self.marks), _MOST_CELLS)
-        ends = [len(self.marks) * cell // count for cell in range(count + 1)]
-        return [self.marks[start:stop] for start, stop in itertools.pairwise(ends)]
+    cells: Sequence[Cell]
 
     def samplers(self) -> list[tuple[str, str]]:
         """Return each sampler, most rows first, and its share of them; those without a color are summed."""
-        ranked = sorted(_rows_of(self.marks).items(), key=lambda entry: (-entry[1], entry[0]))
+        total: Counter[str] = Counter()
+        for cell in self.cells:
+            total.update(cell.rows)
+        ranked = sorted(total.items(), key=lambda entry: (-entry[1], entry[0]))
         if len(ranked) > len(COLORS):
             others = ranked[len(COLORS) :]
             ranked[len(COLORS) :] = [(f"{len(others)} others", sum(rows for _, rows in others))]
-        rows = sum(rows for _, rows in ranked)
-        return [(name, format_share(count, rows)) for name, count in ranked]
+        return [(name, format_share(rows, total.total())) for name, rows in ranked]
 
     def span(self) -> str:
         """Describe the numbers and ages of the first and the last segment."""
-        first, last = self.marks[0], self.marks[-1]
-        if first is last:
-            return f"seq {first.seq}, published {_age(first)} ago"
-        return f"seq {first.seq} to {last.seq}, published {_age(first)} to {_age(last)} ago"
+        (first, first_age), (last, last_age) = self.cells[0].first, self.cells[-1].last
+        if first == last:
+            return f"seq {first}, published {_age(first_age)} ago"
+        return f"seq {first} to {last}, published {_age(first_age)} to {_age(last_age)} ago"
 
     def as_text(self) -> str:
         by = ", ".join(f"{shorten(name, _MOST_NAME)} {share}" for name, share in self.samplers())
         return f"{self.span()}\nby {printable(by)}"
 
     def as_html(self) -> Markup:
-        cells, samplers = self.cells(), self.samplers()
+        cells, samplers = self.cells, self.samplers()
         colors = dict(zip((name for name, _ in samplers), (*COLORS, GREY), strict=False))
-        highest = max(sum(mark.rows for mark in cell) / len(cell) for cell in cells)
+        highest = max(cell.rows.total() / cell.segments for cell in cells)
         picture = element(
             "svg",
             *(_drawn(at, cell, highest, colors) for at, cell in enumerate(cells)),
@@ -295,36 +290,27 @@ class Timeline:
         return join([picture, names, note(self.span())])
 
 
-def _rows_of(marks: Iterable[Mark]) -> Counter[str]:
-    rows: Counter[str] = Counter()
-    for mark in marks:
-        rows[mark.sampler] += mark.rows
-    return rows
+def _age(seconds: float) -> str:
+    return format_seconds(max(0.0, seconds))  # negative if a clock was set back
 
 
-def _age(mark: Mark) -> str:
-    return format_seconds(max(0.0, mark.age_seconds))  # negative if a clock was set back
-
-
-def _drawn(at: int, cell: Sequence[Mark], highest: float, colors: dict[str, str]) -> Markup:
-    first, last, rows_of = cell[0], cell[-1], _rows_of(cell)
-    bottom, parts = float(_CELL_HEIGHT), []
-    for sampler, rows in sorted(rows_of.items()):
-        height = _CELL_HEIGHT * rows / len(cell) / highest
+def _drawn(at: int, cell: Cell, highest: float, colors: dict[str, str]) -> Markup:
+    bottom, parts, total = float(_CELL_HEIGHT), [], cell.rows.total()
+    for sampler, rows in sorted(cell.rows.items()):
+        height = _CELL_HEIGHT * rows / cell.segments / highest
         bottom -= height
         color = colors.get(sampler, GREY)
         place = {"x": at + 0.05, "y": f"{bottom:.2f}", "width": 0.9, "height": f"{height:.2f}"}
         parts.append(element("rect", **place, fill=color))
-    nbytes = format_bytes(sum(mark.nbytes for mark in cell))
-    size = f"{format_count(rows_of.total(), 'row')}, {nbytes}, {_age(last)} old"
-    if first is last:
-        title = f"segment {first.seq}: {size}, task {shorten(first.task, 100) or 'of a writer'}"
+    (first, _), (last, age) = cell.first, cell.last
+    size = f"{format_count(total, 'row')}, {format_bytes(cell.nbytes)}, {_age(age)} old"
+    if cell.segments == 1:
+        title = f"segment {first}: {size}, task {shorten(cell.task, 100) or 'of a writer'}"
     else:
         names = ", ".join(
-            f"{shorten(name, _MOST_NAME)} {format_share(rows, rows_of.total())}"
-            for name, rows in rows_of.items()
+            f"{shorten(name, _MOST_NAME)} {format_share(rows, total)}" for name, rows in cell.rows.items()
         )
-        title = f"{len(cell)} segments, {first.seq} to {last.seq}: {size}, by {names}"
+        title = f"{cell.segments} segments, {first} to {last}: {size}, by {names}"
     return element("g", element("title", title), *parts)
 
 

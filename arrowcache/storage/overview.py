@@ -6,12 +6,14 @@ after a restart of the machine they leap.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from arrowcache.display import Bar, Card, Facts, Mark, Part, Shown, Timeline
+from arrowcache.display import Bar, Card, Cell, Facts, Part, Shown, Timeline
 from arrowcache.storage.file_rows import sampler_of
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _WINDOWS = ((60.0, "last minute"), (3600.0, "last hour"), (86400.0, "last day"))
 _LEAST_SECONDS_APART = 1.0
+_MOST_CELLS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +172,22 @@ def overview(
 
 
 def timeline(segments: Sequence[SegmentInfo], now: float) -> list[Timeline]:
-    """Segments side by side; nothing where there are none."""
-    marks = [Mark(s.seq, s.rows, s.nbytes, now - s.published, s.task, sampler_of(s.task)) for s in segments]
-    return [Timeline(marks)] if marks else []
+    """Segments side by side; of many, neighbours share a cell. Nothing where there are none."""
+    count = min(len(segments), _MOST_CELLS)
+    ends = [len(segments) * cell // count for cell in range(count + 1)] if count else []
+    cells = [_cell(segments[start:stop], now) for start, stop in itertools.pairwise(ends)]
+    return [Timeline(cells)] if cells else []
+
+
+def _cell(segments: Sequence[SegmentInfo], now: float) -> Cell:
+    rows: Counter[str] = Counter()
+    nbytes = 0
+    for segment in segments:
+        rows[sampler_of(segment.task)] += segment.rows
+        nbytes += segment.nbytes
+    first, last = segments[0], segments[-1]
+    ends = (first.seq, now - first.published), (last.seq, now - last.published)
+    return Cell(*ends, len(segments), nbytes, rows, first.task)
 
 
 def _ingest(segments: Sequence[SegmentInfo], now: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,18 @@ from hypothesis import strategies as st
 from markup import seen
 
 from arrowcache import display
-from arrowcache.display import Bar, Card, Facts, Mark, Table, Timeline, printable, shorten
+from arrowcache.display import Bar, Card, Cell, Facts, Table, Timeline, printable, shorten
 
 EVIL = "</td><script>alert('x')</script>\"&\n"
+
+
+def cell(seq, *samplers, rows=16, age=1.0):
+    """A segment, or neighbours, of these samplers, each of so many rows and 1 KiB."""
+    last = seq + len(samplers) - 1
+    rows_of = Counter(dict.fromkeys(samplers, rows))
+    return Cell((seq, age), (last, age), len(samplers), 1024, rows_of, f"{samplers[0]}.{seq}")
+
+
 PIECES = [
     lambda text: display.element("b", text),
     lambda text: display.element("b", title=text, data_x=text),
@@ -23,7 +33,7 @@ PIECES = [
     lambda text: Table([text], [[text]], text, [text]).as_html(),
     lambda text: Facts([(text, text)]).as_html(),
     lambda text: Bar([(text, 1.0)], str, 2.0, text).as_html(),
-    lambda text: Timeline([Mark(0, 1, 1, 1.0, text, text), Mark(1, 1, 1, 1.0, "", "b")]).as_html(),
+    lambda text: Timeline([cell(0, text), cell(1, "b")]).as_html(),
 ]
 
 
@@ -44,7 +54,7 @@ def test_any_text_shows_as_itself_and_is_no_markup(piece, text):
         Facts([(EVIL, EVIL)]),
         Table([EVIL], [[EVIL]], EVIL),
         Bar([(EVIL, 1)], str),
-        Timeline([Mark(0, 1, 1, 1.0, EVIL, EVIL)]),
+        Timeline([cell(0, EVIL)]),
     ],
 )
 def test_any_text_moves_nothing_in_a_terminal(part):
@@ -169,50 +179,30 @@ def test_a_bar_of_a_terminal_ends_where_the_amounts_do(amounts):
 # a timeline
 
 
-def marks(count, sampler="default.0", rows=16):
-    """One every second; the newest is one second old."""
-    return [Mark(seq, rows, 1024, float(count - seq), f"{sampler}.{seq}", sampler) for seq in range(count)]
-
-
-@given(st.integers(1, 300))
-def test_cells_hold_every_segment_once_in_order_and_are_no_more_than_fit(count):
-    cells = Timeline(marks(count)).cells()
-    assert len(cells) == min(count, 100)
-    assert [mark.seq for cell in cells for mark in cell] == list(range(count))
-    assert all(len(cell) - len(cells[0]) in (-1, 0, 1) for cell in cells)
-
-
 def test_of_many_samplers_those_without_a_color_are_one():
-    timeline = Timeline([mark for n in range(9) for mark in marks(9 - n, f"p{n}.0")])
+    timeline = Timeline([cell(n, *(f"p{p}.0" for p in range(9 - n))) for n in range(9)])
     assert timeline.samplers()[-2:] == [("p5.0", "9 %"), ("3 others", "13 %")]
     assert "3 others 13 %" in seen(timeline.as_html()).text
     assert "3 others 13 %" in timeline.as_text()
 
 
 def test_names_that_begin_alike_and_are_shortened_do_not_hide_each_other():
-    timeline = Timeline([*marks(1, "x" * 50 + "a"), *marks(1, "x" * 50 + "b")])
+    timeline = Timeline([cell(0, "x" * 50 + "a"), cell(1, "x" * 50 + "b")])
     assert len(timeline.samplers()) == 2
     assert seen(timeline.as_html()).tags.count("rect") == 2
 
 
 def test_the_text_gives_numbers_and_ages_and_says_who_published_what():
-    assert Timeline(marks(3)).as_text() == "seq 0 to 2, published 3.0 s to 1.0 s ago\nby default.0 100 %"
-    assert Timeline(marks(1)).span() == "seq 0, published 1.0 s ago"
-    ahead = Mark(0, 1, 1, -99.0, "", "writer")
+    timeline = Timeline([cell(0, "default.0", age=3.0), cell(1, "default.0", rows=32), cell(2, "writer")])
+    assert timeline.as_text() == ("seq 0 to 2, published 3.0 s to 1.0 s ago\nby default.0 75 %, writer 25 %")
+    assert Timeline([cell(0, "writer")]).span() == "seq 0, published 1.0 s ago"
+    ahead = cell(0, "writer", age=-99.0)
     assert Timeline([ahead]).span() == "seq 0, published 0 s ago", "a clock that was set back"
-    both = Timeline([*marks(3), Mark(3, 16, 1, 0.0, "", "writer")])
-    assert both.as_text().endswith("\nby default.0 75 %, writer 25 %")
-
-
-def test_sixteen_thousand_segments_are_a_hundred_cells():
-    shown = seen(Timeline(marks(16_000)).as_html())
-    assert shown.tags.count("rect") == 100
-    assert shown.tags.count("title") == 100
-    assert "160 segments, 0 to 159: 2,560 rows, 160.0 KiB, 4.4 h old, by default.0 100 %" in shown.text
 
 
 def test_a_cell_is_as_high_as_its_rows_and_says_its_task():
-    shown = seen(Timeline([*marks(1), Mark(1, 4, 1024, 1.0, "", "writer")]).as_html())
+    of_a_writer = cell(1, "writer", rows=4)._replace(task="")
+    shown = seen(Timeline([cell(0, "default.0"), of_a_writer]).as_html())
     assert [float(height) for height in shown.values("height")] == [40.0, 10.0]
     assert "segment 0: 16 rows, 1.0 KiB, 1.0 s old, task default.0.0" in shown.text
     assert "task of a writer" in shown.text

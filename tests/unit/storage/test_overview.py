@@ -12,7 +12,7 @@ from markup import seen
 
 from arrowcache.display import Bar, Card
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.overview import CacheStats, Looks, ingest_rate, overview
+from arrowcache.storage.overview import CacheStats, Looks, ingest_rate, overview, timeline
 
 MIB = 1 << 20
 NOW = 1_000_000.0
@@ -87,6 +87,29 @@ def test_a_rate_is_of_the_time_since_the_look_before():
     assert looks.add(104.5, 12) == (4.5, 9), "one that follows at once is no other look"
     assert looks.add(105.0, 13) == (1.0, 2)
     assert looks.add(5000.0, 3000) == (4895.0, 2987)
+
+
+@given(st.integers(1, 300))
+def test_cells_hold_every_segment_once_in_order_and_are_no_more_than_fit(count):
+    (shown,) = timeline(segments(count), NOW)
+    assert len(shown.cells) == min(count, 100)
+    ends = [(cell.first[0], cell.last[0]) for cell in shown.cells]
+    assert [seq for first, last in ends for seq in range(first, last + 1)] == list(range(7, 7 + count))
+    assert all(
+        last - first + 1 == cell.segments for (first, last), cell in zip(ends, shown.cells, strict=True)
+    )
+    assert all(cell.segments - shown.cells[0].segments in (-1, 0, 1) for cell in shown.cells)
+
+
+def test_no_segments_have_no_timeline():
+    assert timeline([], NOW) == []
+
+
+def test_sixteen_thousand_segments_are_a_hundred_cells():
+    (shown,) = timeline(segments(16_000), NOW)
+    picture = seen(shown.as_html())
+    assert picture.tags.count("rect") == picture.tags.count("title") == 100
+    assert "160 segments, 7 to 166: 2,560 rows, 156.2 KiB, 4.4 h old, by p.0 100 %" in picture.text
 
 
 def card(listed=(), *, stats=STATS, evicted_before=None, seconds=30.0):

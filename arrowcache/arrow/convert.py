@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -150,23 +151,27 @@ def is_masked(value: object) -> bool:
 
 def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     """Any array-like as ndarray, with its dtype's name; of a dtype that NumPy lacks, its bits."""
-    if hasattr(
-        value, "detach"
-    ):  # torch: NumPy takes not all dtypes, no gradients, devices or lazy conjugates
-        value = value.detach().cpu().resolve_conj().resolve_neg()
-        if (bits := bits_of(dtype := str(value.dtype).removeprefix("torch."))) is not None:
-            return bits.from_float(value.float().numpy()), dtype
+    is_torch = hasattr(value, "detach")
+    if is_torch and (bits := bits_of(dtype := str(value.dtype).removeprefix("torch."))) is not None:
+        return bits.from_float(value.float().numpy(force=True)), dtype
     if is_masked(value):
         raise SchemaError(f"field {name!r}: columns have no missing values: fill the masked array first")
-    try:
-        array = np.asarray(value)
+    try:  # NumPy takes no gradients, devices or lazy conjugates
+        array = value.numpy(force=True) if is_torch else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}") from None
-    if bits_of(array.dtype.name) is not None:  # ml_dtypes, which TensorFlow and JAX use
-        return array.view(dtype_of(array.dtype.name).numpy), array.dtype.name
+    source = _name_of(array.dtype)
+    if bits_of(source) is not None:  # ml_dtypes, which TensorFlow and JAX use
+        return array.view(dtype_of(source).numpy), source
     if array.dtype.kind not in "biufcM":
         raise SchemaError(f"field {name!r}: expected numbers, got {_describe(value)}")
-    return array, array.dtype.name
+    return array, source
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Return a dtype's name, which NumPy makes anew each time, in Python."""
+    return dtype.name
 
 
 def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:

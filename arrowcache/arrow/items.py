@@ -237,6 +237,8 @@ def _detail(value: Any) -> str:
         return "with a time zone"
     if getattr(value, "requires_grad", False) is True:
         return "with a gradient"
+    if getattr(value, "is_cpu", False) is True:  # torch's: a device is slow to put in words
+        return ""
     device = str(getattr(value, "device", "cpu"))  # NumPy's arrays have one, too
     return "" if device == "cpu" else f"on {device}"
 

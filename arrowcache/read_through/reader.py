@@ -6,6 +6,7 @@ It owns the process' places, claims and writer, and the thread that publishes. G
   they make it, too;
 - what was made is published when a segment is full, after a minute, as soon as another process waits for it,
   a second after the last request, and at the end of the process; many small segments are merged (merging.py);
+- a full segment is written by the thread, while the next one fills: nobody waits for a disk but who fills two;
 - a cache that is full, read-only or gone stops no training: items are made, and a warning says why, but for a
   full cache, which is no error;
 - a second after the last request no lease is held.
@@ -87,7 +88,10 @@ class ReadThrough:
         fixed = store.settings.schema.fixed
         columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
         self._slots = Slots(columns, _USUAL_ITEMS)
-        self._builder: SegmentBuilder | None = None  # of what is unpublished
+        self._builder: SegmentBuilder | None = None  # of the segment in progress
+        self._full: SegmentBuilder | None = None  # of the one before, until it is published
+        self._spare: SegmentBuilder | None = None
+        self._publishing = threading.RLock()  # of who writes a segment; never asked for inside the other one
         self._lock = threading.RLock()
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
         self._make_seconds = self._call_seconds = 0.0  # mean of late: of an item, of the calls that make some
@@ -212,9 +216,8 @@ class ReadThrough:
         """
         patience = max(_LEAST_WAIT_SECONDS, _MOST_WAITS * self._call_seconds)
         deadline = time.monotonic() + (patience if self._call_seconds else _MAX_DELAY_SECONDS)
-        with self._lock:
-            if not self._claims.held.isdisjoint(indices.tolist()):
-                self._publish()
+        if not self._claims.held.isdisjoint(indices.tolist()):
+            self.publish()
         with self._claims.waiting():
             waits = indices.tolist()
             while (waits := [*filter(self._claims.is_held_elsewhere, waits)]) and time.monotonic() < deadline:
@@ -237,37 +240,53 @@ class ReadThrough:
     def put(self, index: int, row: Mapping[str, Any]) -> None:
         """Publish a claimed item, with others, soon.
 
+        Blocks: while two segments are full, until one of them is written.
         Raises: SchemaError: it does not fit the columns. What the conversion of its values raises.
         """
         with self._lock:
             self._latest = time.monotonic()
-            with self._storing():
-                self._builder = self._builder or SegmentBuilder(
-                    self._store.settings.form, LARGER_SEGMENTS_OF_ITEMS
-                )
             if self._builder is None:
+                with self._storing():
+                    self._builder = self._new_builder()
+            if self._builder is None or self._is_closed:
                 return
             try:
-                rows = self._builder.convert({**row, INDEX: index}, many=False)
+                rows = self._builder.convert({**row, INDEX: np.array(index)}, many=False)
             except SchemaError:
                 raise
             except ValueError as error:  # larger than a segment
                 self._claims.release([index])
                 warn(f"item {index} is not stored, but made each time: {error}")
                 return
-            with self._storing():
-                self._take(self._builder, rows)
+        while not self._take(rows):
+            self._write_full()
 
-    def _take(self, builder: SegmentBuilder, rows: ConvertedRows) -> None:
-        if not builder.rows:
-            self._oldest = time.monotonic()
-            self._start_keeper()  # it may have ended, as the item took long to make
-            self._wake.put(None)  # from now on somebody may wait for it
-        while not builder.take(rows, 0):  # the segment is full
-            self._publish_of(builder)
-            self._oldest = time.monotonic()
-        if builder.is_full:
-            self._publish_of(builder)
+    def _take(self, rows: ConvertedRows) -> bool:
+        """Take in a row. Returns: False: the segment is full, and the one before is not written yet."""
+        with self._lock, self._storing():
+            if self._builder is not None and not self._builder.take(rows, 0):
+                if self._full is not None:
+                    return False
+                self._hand_over(self._builder)
+                self._builder.take(rows, 0)
+            if self._builder is None:  # nothing could be stored, meanwhile
+                return True
+            if self._builder.rows == 1:
+                self._oldest = time.monotonic()
+                self._start_keeper()  # it may have ended, as the item took long to make
+                self._wake.put(None)  # from now on somebody may wait for it
+            if self._builder.is_full and self._full is None:
+                self._hand_over(self._builder)
+        return True
+
+    def _hand_over(self, builder: SegmentBuilder) -> None:
+        """Begin the next segment, while this one is to be published."""
+        following = self._spare or self._new_builder()
+        self._full, self._builder, self._spare = builder, following, None
+        self._wake.put(None)
+
+    def _new_builder(self) -> SegmentBuilder:
+        return SegmentBuilder(self._store.settings.form, LARGER_SEGMENTS_OF_ITEMS)
 
     def unclaim(self, indices: Sequence[int]) -> None:
         """End claims of items that could not be made."""
@@ -276,31 +295,40 @@ class ReadThrough:
 
     def publish(self) -> None:
         """Publish what was made, now. Raises nothing: what fails is a warning."""
-        with self._lock:
-            self._publish()
+        with self._publishing:
+            self._write_full()
+            with self._lock, self._storing():
+                if self._builder is None or not self._builder.rows:
+                    return
+                self._hand_over(self._builder)
+            self._write_full()
 
-    def _publish(self) -> None:
-        with self._storing():
-            if self._builder is not None and self._builder.rows:
-                self._publish_of(self._builder)
-
-    def _publish_of(self, builder: SegmentBuilder) -> None:
-        self._store.publish(builder.encode(), policy=RoomPolicy("raise"), on_visible=builder.clear)
-        self._may_merge, self._was_full = True, False
-        self._refresh()  # ends the claims
-
+    def _write_full(self) -> None:
+        """Publish the full segment, if there is one. Blocks: also while somebody else is at it."""
+        with self._publishing:
+            full = self._full
+            if full is None:
+                return
+            with self._storing():
+                if full.rows:  # else Ctrl-C came when it was published
+                    self._store.publish(full.encode(), policy=RoomPolicy("raise"), on_visible=full.clear)
+                with self._lock:
+                    self._full, self._spare = None, full
+                    self._may_merge, self._was_full = True, False
+                    self._refresh()  # ends the claims
     @contextmanager
     def _storing(self) -> Iterator[None]:
         """Discard what is unpublished if the block fails to store: others may make and store it."""
         try:
             yield
         except _FAILURES as error:
-            self._was_full = isinstance(error, CacheFullError) and self._disk_has_room()
-            if not self._was_full:
-                self._trouble.note(error)
-            self._builder = None
-            with suppress(OSError):
-                self._claims.release(self._claims.held)
+            with self._lock:
+                self._was_full = isinstance(error, CacheFullError) and self._disk_has_room()
+                if not self._was_full:
+                    self._trouble.note(error)
+                self._builder = self._full = self._spare = None
+                with suppress(OSError):
+                    self._claims.release(self._claims.held)
 
     def _disk_has_room(self) -> bool:
         try:
@@ -338,10 +366,11 @@ class ReadThrough:
 
     def rest(self) -> None:
         """Publish what was made, end the lease and the thread, until the next request: before a fork."""
+        self.publish()
         with self._lock:
-            self._publish()
-            with suppress(OSError):
-                self._claims.release(self._claims.held)  # of what Ctrl-C left
+            if not self._has_unpublished:
+                with suppress(OSError):
+                    self._claims.release(self._claims.held)  # of what Ctrl-C left
             self._latest = -IDLE_SECONDS
             keeper = self._sleep()
         self._join(keeper)
@@ -361,9 +390,9 @@ class ReadThrough:
         """Publish what was made, and end. Idempotent; does nothing in a forked child."""
         if not self.origin.is_here:
             return
+        self._is_closed = True
+        self.publish()
         with self._lock:
-            self._publish()
-            self._is_closed = True
             self._claims.close()
             keeper = self._sleep()
         if keeper is not threading.current_thread():
@@ -384,7 +413,8 @@ class ReadThrough:
 
     def _sleep(self) -> threading.Thread | None:
         """Hold no lease and no memory until the next request. Returns: the thread, which ends now."""
-        self._builder = None
+        if not self._has_unpublished:
+            self._builder = self._full = self._spare = None
         self._places.release()
         return self._keeper
 
@@ -408,17 +438,25 @@ class ReadThrough:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""
         with self._lock:
             now = time.monotonic()
-            idle_in = self._latest + IDLE_SECONDS - now
-            if not self._is_closed and self._builder is not None and self._builder.rows:
-                is_due = idle_in <= 0 or now - self._oldest >= _MAX_DELAY_SECONDS
-                if is_due or self._claims.somebody_waits():
-                    self._publish()
+            is_old = now - self._oldest >= _MAX_DELAY_SECONDS or now - self._latest >= IDLE_SECONDS
+            some_wait = self._has_unpublished and self._claims.somebody_waits()
+        if is_old or some_wait:
+            self.publish()
+        else:
+            self._write_full()
+        with self._lock:
+            if self._has_unpublished and not self._is_closed:
                 return _TICK_SECONDS
-            if not self._is_closed and idle_in > 0:
+            idle_in = self._latest + IDLE_SECONDS - time.monotonic()
+            if idle_in > 0 and not self._is_closed:
                 return max(idle_in, _TICK_SECONDS)
             self._sleep()
             self._keeper = None
             return None
+
+    @property
+    def _has_unpublished(self) -> bool:
+        return any(builder is not None and builder.rows for builder in (self._builder, self._full))
 
 
 def _mean(before: float, new: float) -> float:

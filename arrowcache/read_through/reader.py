@@ -316,6 +316,7 @@ class ReadThrough:
                     self._full, self._spare = None, full
                     self._may_merge, self._was_full = True, False
                     self._refresh()  # ends the claims
+
     @contextmanager
     def _storing(self) -> Iterator[None]:
         """Discard what is unpublished if the block fails to store: others may make and store it."""

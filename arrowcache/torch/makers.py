@@ -1,7 +1,7 @@
 """Makers: worker processes that make the missing items of a CachedDataset.
 
-They are those of a stock DataLoader, so that a dataset finds what it is used to: a forked copy of this
-process, `get_worker_info`, seeds. The process that trains asks for one batch after another. A worker that
+They are those of a stock DataLoader, so that a dataset finds what it is used to: `get_worker_info`, seeds, a
+forked copy of this process, unless the user set another start method. The process that trains asks for one batch after another. A worker that
 finds all items of a batch in the cache says so, and no more: the process that trains gathers them itself.
 Else it makes what is missing, publishes it, and sends the whole batch in memory without a name.
 
@@ -13,6 +13,7 @@ Ctrl-C, and end with this process.
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -185,6 +186,8 @@ class Makers:
                     collate_fn=_as_it_is,
                     persistent_workers=True,
                     worker_init_fn=ParentWatch(),
+                    # Python 3.14 forks no more by itself, and a script would need a main guard.
+                    multiprocessing_context=multiprocessing.get_start_method(allow_none=True) or "fork",
                 )
                 with shielded():
                     self._answers = iter(self._loader)

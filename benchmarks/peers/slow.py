@@ -5,7 +5,7 @@ where a peer does it before the first epoch.
 Method: 5,000 items of 150 KB, each of which takes 24 ms (a pause), two workers, batches of 64, shuffled. Each
 peer as its documentation advises, in a process of its own, on a folder of the disk that is empty; the clock
 begins when its libraries have been imported. Every batch is checked, and that each epoch has every item once.
-Run: `python -m benchmarks.peers.slow`, some 15 minutes; names of modules after it for some of the peers.
+Run: `python -m benchmarks.peers.slow`, some 12 minutes; names of modules after it for some of the peers.
 Results: benchmarks/RESULTS.md, "cached".
 """
 
@@ -38,7 +38,9 @@ class Way:
 
 WAYS = [
     Way("plain", "nothing kept, torch DataLoader"),
-    Way("arrowcache", "arrowcache, `cached`", "newest", "arrowcache"),
+    Way("arrowcache", "arrowcache, `cached`, torch DataLoader", "newest", "arrowcache"),
+    Way("arrowcache_loader", "arrowcache, `cached`, its Loader", "newest", "arrowcache"),
+    Way("arrowcache_fill", "arrowcache, `cached`, `fill`, its Loader", "newest", "arrowcache"),
     Way("monai_persistent", "MONAI, PersistentDataset", distribution="monai"),
     Way("monai_smart", "MONAI, SmartCacheDataset, all in memory", distribution="monai"),
     Way("monai_smart_half", "MONAI, SmartCacheDataset, half in memory", distribution="monai"),

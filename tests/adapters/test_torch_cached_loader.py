@@ -411,6 +411,32 @@ def test_workers_may_be_started_in_any_way(path, method):
         assert script.end() == (0, "")
 
 
+AS_PYTHON_3_14_DOES = """
+    import multiprocessing, sys
+    from multiprocessing.context import _default_context  # as Python 3.14 sets it
+    _default_context._default_context = multiprocessing.get_context("forkserver")
+    from arrowcache.torch import Loader, cached
+
+    class Numbers:  # of this script alone: nothing else can import it
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return index
+
+    with Loader(cached(Numbers(), sys.argv[1], capacity="16MiB"), 10, workers=2) as loader:
+        assert sorted(number for batch in loader for number in batch.tolist()) == list(range(40))
+    print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_has_workers_where_python_forks_no_more_by_itself(path):
+    with Script(AS_PYTHON_3_14_DOES, path) as script:
+        assert script.line() == "done"
+        assert script.end() == (0, "")
+
+
 def test_a_forked_child_iterates_anew(train):
     loader = Loader(train, 10)
     batches = iter(loader)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+
 import numpy as np
 import pytest
 from helpers import KIB
@@ -56,3 +59,105 @@ def test_room_is_used_also_where_as_many_segments_are_there_as_when_there_was_no
     assert put(reader, index)
     reader.publish()
     assert len(reader.find(np.array([index])).positions) == 1
+
+
+class SlowStore:
+    """A store whose disk writes nothing until `writes` is set. The first `failures` segments are lost."""
+
+    def __init__(self, store, failures=0):
+        self._store, self._failures = store, failures
+        self.writes, self.asked = threading.Event(), threading.Semaphore(0)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def publish(self, *args, **options):
+        self.asked.release()
+        assert self.writes.wait(10)
+        if self._failures:
+            self._failures -= 1
+            raise OSError(errno.EIO, "the disk is broken")
+        return self._store.publish(*args, **options)
+
+
+@pytest.fixture
+def slow(store):
+    return SlowStore(store)
+
+
+@pytest.fixture
+def beside(slow):
+    reader = ReadThrough(slow, ["x"], Trouble())
+    yield reader
+    slow.writes.set()
+    reader.close()
+
+
+def fill(reader, store, first=0) -> int:
+    """Put items of one segment. Returns: the number of the next one."""
+    after = first + store.settings.form.full_rows
+    for index in range(first, after):
+        assert put(reader, index)
+    return after
+
+
+def test_while_a_full_segment_is_written_the_next_one_fills_and_others_are_found(store, slow, beside):
+    reader = beside
+    slow.writes.set()
+    after = fill(reader, store)
+    reader.publish()
+    slow.writes.clear()
+    after = fill(reader, store, after)
+    slow.asked.acquire(timeout=10)
+    assert put(reader, after)
+    assert len(reader.find(np.arange(after)).positions) == store.settings.form.full_rows
+    slow.writes.set()
+    reader.rest()
+    assert reader.cached == after + 1
+
+
+def test_who_fills_two_segments_waits_until_one_is_written(store, slow, beside):
+    reader = beside
+    after = fill(reader, store, fill(reader, store))
+    putting = threading.Thread(target=put, args=(reader, after))
+    putting.start()
+    putting.join(0.2)
+    assert putting.is_alive()
+    assert not store.segments()
+    slow.writes.set()
+    putting.join(10)
+    reader.rest()
+    assert reader.cached == after + 1
+
+
+@pytest.mark.parametrize("end", ["rest", "close"])
+def test_who_ends_it_waits_for_the_thread_that_writes(store, slow, beside, end):
+    after = fill(beside, store)
+    slow.asked.acquire(timeout=10)
+    assert put(beside, after)
+    ending = threading.Thread(target=getattr(beside, end))
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    slow.writes.set()
+    ending.join(10)
+    assert sum(segment.rows for segment in store.segments()) == after + 1
+
+
+def test_where_a_full_segment_cannot_be_written_others_may_claim_what_is_unpublished(store, reader):
+    slow = SlowStore(store, failures=1)
+    failing = ReadThrough(slow, ["x"], Trouble())
+    after = fill(failing, store)
+    assert put(failing, after)
+    assert not reader.claim(np.arange(after + 1)).any()
+
+    def end():
+        slow.writes.set()
+        failing.publish()
+
+    with pytest.warns(RuntimeWarning, match="the disk is broken"):
+        end()
+    assert reader.claim(np.arange(after + 1)).all()
+    assert not failing.stores
+    failing.close()
+    assert not store.segments()

@@ -1,0 +1,15 @@
+"""arrowcache: `cached`, and its own Loader: workers make what is missing, then it gathers whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from pathlib import Path
+
+from arrowcache.torch import Loader, cached
+from benchmarks.peers.slow_items import BATCH, WORKERS, Batch, Slow
+
+
+def epochs(folder: Path) -> Iterator[Iterable[Batch]]:
+    train = cached(Slow(), folder / "cache", capacity="4GB")
+    return repeat(Loader(train, BATCH, workers=WORKERS))

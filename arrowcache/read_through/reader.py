@@ -6,7 +6,7 @@ It owns the process' places, claims and writer, and the thread that publishes. G
   they make it, too;
 - what was made is published when a segment is full, after a minute, as soon as another process waits for it,
   a second after the last request, and at the end of the process; many small segments are merged (merging.py);
-- a full segment is written by the thread, while the next one fills: nobody waits for a disk but who fills two;
+- the thread writes a full segment while the next one fills: only who has filled two waits for the disk;
 - a cache that is full, read-only or gone stops no training: items are made, and a warning says why, but for a
   full cache, which is no error;
 - a second after the last request no lease is held.

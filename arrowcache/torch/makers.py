@@ -1,9 +1,10 @@
 """Makers: worker processes that make the missing items of a CachedDataset.
 
 They are those of a stock DataLoader, so that a dataset finds what it is used to: `get_worker_info`, seeds, a
-forked copy of this process, unless the user set another start method. The process that trains asks for one batch after another. A worker that
-finds all items of a batch in the cache says so, and no more: the process that trains gathers them itself.
-Else it makes what is missing, publishes it, and sends the whole batch in memory without a name.
+forked copy of this process, unless the user set another start method. The process that trains asks for one
+batch after another. A worker that finds all items of a batch in the cache says so, and no more: the process
+that trains gathers them itself. Else it makes what is missing, publishes it, and sends the whole batch in
+memory without a name.
 
 Guarantees: batches come in order; a worker that dies is replaced, and its batches are made again, up to some
 deaths at one batch; who asks for another epoch, or closes this, waits for one item of each worker, not for

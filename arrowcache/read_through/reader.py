@@ -95,7 +95,7 @@ class ReadThrough:
         self._lock = threading.RLock()
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
         self._make_seconds = self._call_seconds = 0.0  # mean of late: of an item, of the calls that make some
-        self._was_full = False  # there was no room when something was last published
+        self._may_be_full = True  # there was no room when something was last published, or none is known of
         self._may_merge = False  # a part was published since the last look
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._keeper: threading.Thread | None = None  # while there is a lease, or something unpublished
@@ -205,7 +205,8 @@ class ReadThrough:
         if self._is_closed or self._trouble.why:
             return False
         try:
-            return not self._was_full or self._store.has_room()
+            self._may_be_full = self._may_be_full and not self._store.has_room()
+            return not self._may_be_full
         except _FAILURES:
             return False
 
@@ -314,7 +315,7 @@ class ReadThrough:
                     self._store.publish(full.encode(), policy=RoomPolicy("raise"), on_visible=full.clear)
                 with self._lock:
                     self._full, self._spare = None, full
-                    self._may_merge, self._was_full = True, False
+                    self._may_merge, self._may_be_full = True, False
                     self._refresh()  # ends the claims
 
     @contextmanager
@@ -324,8 +325,8 @@ class ReadThrough:
             yield
         except _FAILURES as error:
             with self._lock:
-                self._was_full = isinstance(error, CacheFullError) and self._disk_has_room()
-                if not self._was_full:
+                self._may_be_full = isinstance(error, CacheFullError) and self._disk_has_room()
+                if not self._may_be_full:
                     self._trouble.note(error)
                 self._builder = self._full = self._spare = None
                 with suppress(OSError):

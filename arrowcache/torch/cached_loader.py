@@ -172,6 +172,15 @@ class CachedLoader(Closable):
             return EpochIterator(epoch, None, _itself)
         return self._prefetcher.over(Delivery(epoch, None, _itself))
 
+    def repeat(self) -> Iterator[Any]:
+        """Give batches without end, for step-based training: one epoch after another.
+
+        `steps`, `stats` and `state_dict` tell of the epoch that is being delivered. Blocks, Raises: as `iter`,
+        with the first batch of each epoch.
+        """
+        while True:
+            yield from self
+
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, of this rank."""
         return EpochOrder(self._plan_of(0), self._batch_size, self._shard_now(), self._drop_last).steps

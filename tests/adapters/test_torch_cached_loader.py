@@ -133,6 +133,16 @@ def test_each_item_comes_once_an_epoch_in_an_order_of_its_own_and_is_made_once(p
     assert made(log) == Counter(range(LENGTH))
 
 
+def test_repeat_gives_one_epoch_after_another_and_a_state_tells_which(train):
+    with Loader(train, 10, seed=5) as loader, Loader(train, 10, seed=5) as other:
+        epochs = [flat(other) for _ in range(3)]
+        some = [*itertools.islice(loader.repeat(), 13)]
+        assert flat(some) == epochs[0] + epochs[1][:30]
+        other.load_state_dict(loader.state_dict())
+        batches = other.repeat()
+        assert flat(itertools.islice(batches, 17)) == epochs[1][30:] + epochs[2]
+
+
 def test_the_order_is_that_of_seed_and_epoch_wherever_items_lie(path, tmp_path, train):
     with cached(Numbers(LENGTH), tmp_path / "other", capacity="64MiB") as other:
         other.__getitems__([*range(50, LENGTH)])

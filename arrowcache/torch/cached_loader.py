@@ -175,8 +175,8 @@ class CachedLoader(Closable):
     def repeat(self) -> Iterator[Any]:
         """Give batches without end, for step-based training: one epoch after another.
 
-        `steps`, `stats` and `state_dict` tell of the epoch that is being delivered. Blocks, Raises: as `iter`,
-        with the first batch of each epoch.
+        `steps`, `stats` and `state_dict` tell of the epoch that is being delivered.
+        Blocks, Raises: as `iter`, with the first batch of each epoch.
         """
         while True:
             yield from self

@@ -2,7 +2,7 @@
 
 Question 1: epoch 1 of a slow Dataset, read through a new cache, over the same without; epochs 2 to 4,
 over that. Question 2: with a capacity of four fifths of the data: a later epoch, over the share that is
-missing times an epoch without. Question 3: everything cached, through the stock DataLoader, and through
+missing times an epoch without, through the stock DataLoader and through `Loader`. Question 3: everything cached, through the stock DataLoader, and through
 `Loader`, over a TensorDataset of the same items in memory. Question 4: items made twice, by two ranks of four
 workers each in three epochs. Question 5: items lost of those that were published, and items wrong, where a
 job is killed in mid-epoch, again and again.
@@ -188,6 +188,8 @@ def main() -> None:
         epoch(part)
         missing = 1 - part.cached / ITEMS
         ratios["larger than the capacity: over the missing share"] = epoch(part) / (missing * without)
+        with Loader(part, 64, workers=2) as loader:
+            ratios["the same, through Loader"] = epoch_of(loader) / (missing * without)
         print(f"{missing:.0%} of the items are missing where the capacity is 80 % of the data")
         part.close()
         ratios["items made twice, share"] = made_twice(folder)

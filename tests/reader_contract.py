@@ -177,6 +177,8 @@ class Contract:
     ):
         face.needs("tokens")
         options = {"batch_tokens": 320, "length_of": "id", "seed": 3}
+        if transform is not None:
+            face.needs("transform")
         with (
             face.make(cache, None, transform=transform, **options) as reader,
             ac.Loader(cache, **options) as own,

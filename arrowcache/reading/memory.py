@@ -197,7 +197,7 @@ class SharedBuffers:
             raise MemoryError(
                 f"a batch needs {format_bytes(nbytes)} of shared memory beside "
                 f"{format_bytes(self._allocated_bytes)} in use, and got none ({error.strerror}): "
-                "keep fewer batches, or lower batch_size, prefetch or workers"
+                "keep fewer or smaller batches, or lower prefetch or workers"
             ) from error
         self._allocated_bytes += backed
         return np.frombuffer(self._memory, np.uint8, nbytes, offset)

@@ -227,7 +227,7 @@ class LoaderOptions:
         if self.batch_size is not None:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens!r} takes the place of batch_size={self.batch_size!r}: "
-                "leave one out. arrowcache.Loader and arrowcache.torch.Loader take either"
+                "leave one out"
             )
         if self.shuffle not in ("rows", None):
             raise ValueError(

@@ -37,7 +37,7 @@ _FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond 
 @spelled_out(EpochArguments)
 def dataset(
     cache: HasStore | str | os.PathLike[str],
-    batch_size: int = 64,
+    batch_size: int | None = None,
     *,
     columns: Sequence[str] | None = None,
     shuffle: str | None = "rows",
@@ -55,13 +55,14 @@ def dataset(
     The number of batches is not known before an epoch begins, so the dataset has no length.
 
     Tensors are (batch_size, *shape), copies, of the columns' dtypes; timestamps are int64 microseconds
-    since 1970, text and bytes tf.string, ragged columns tf.RaggedTensor. With `drop_remainder=False` the
-    first dimension is None.
+    since 1970, text and bytes tf.string, ragged columns tf.RaggedTensor. With `drop_remainder=False`, or
+    `batch_tokens`, the first dimension is None.
 
     The other arguments are those of `arrowcache.Loader`. TensorFlow's own sharding is off: also under
     tf.distribute give `rank` and `world_size`, and this process reads its part of the rows.
 
     Args:
+        batch_size: rows of a batch. None means 64, or as many as `batch_tokens` allows.
         drop_remainder: leave out a last batch of fewer rows.
         backend: "auto", the default, takes "native" in every TensorFlow: the faster one in all measurements
             (benchmarks/RESULTS.md), except for rows of 1 MiB by "window", where both are even. "native"
@@ -94,7 +95,7 @@ def dataset(
         with_ids=with_ids,
         **options,
     )
-    rows = batch_size if drop_remainder else None
+    rows = loader.batch_size if drop_remainder else None
     found = columns_of(loader.schema, loader.schema.select(columns), rows, with_ids=with_ids)
     if read is None:
         batches = native_dataset(loader, found)
@@ -116,7 +117,7 @@ class _CopyingLoader(Loader):
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
-        batch_size: int,
+        batch_size: int | None,
         rooms: Rooms | None,
         **options: Unpack[LoaderArguments],
     ) -> None:
@@ -127,6 +128,11 @@ class _CopyingLoader(Loader):
         if self._rooms is not None:
             memory = Memory(self._rooms.allocate, _FRAME_BYTES)
         return super()._new_assembly(memory)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of each batch. None with `batch_tokens`."""
+        return self._options.batch_size
 
     @property
     def schema(self) -> Schema:

@@ -35,7 +35,7 @@ import arrowcache.jax as aj
 
 jax.config.update("jax_num_cpu_devices", 8)  # before the first array
 
-ABILITIES = frozenset({"transform", "ids", "ranks", "one epoch", "close", "state"})
+ABILITIES = frozenset({"transform", "ids", "ranks", "one epoch", "close", "state", "tokens"})
 ROOT = Path(ac.__file__).parents[1]
 
 

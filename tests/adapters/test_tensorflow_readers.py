@@ -32,7 +32,7 @@ def face(request: pytest.FixtureRequest) -> Face:
     def make(cache: ac.Cache, size: int, **options: Any) -> Reader:
         return Reader(cache, size, request.param, **options)
 
-    return Face(make, frozenset({"ids", "ranks", "one epoch"}), tf.errors.OpError)
+    return Face(make, frozenset({"ids", "ranks", "one epoch", "tokens"}), tf.errors.OpError)
 
 
 class TestReaders(Contract):

@@ -2,10 +2,10 @@
 
 Question 1: epoch 1 of a slow Dataset, read through a new cache, over the same without; epochs 2 to 4,
 over that. Question 2: with a capacity of four fifths of the data: a later epoch, over the share that is
-missing times an epoch without, through the stock DataLoader and through `Loader`. Question 3: everything cached, through the stock DataLoader, and through
-`Loader`, over a TensorDataset of the same items in memory. Question 4: items made twice, by two ranks of four
-workers each in three epochs. Question 5: items lost of those that were published, and items wrong, where a
-job is killed in mid-epoch, again and again.
+missing times an epoch without, through the stock DataLoader and through `Loader`. Question 3: everything
+cached, through both, over a TensorDataset of the same items in memory. Question 4: items made twice, by two
+ranks of four workers each in three epochs. Question 5: items lost of those that were published, and items
+wrong, where a job is killed in mid-epoch, again and again.
 Method: 5,000 items of 150 KB, each of which takes 24 ms; DataLoader, two workers, batches of 64, shuffled.
 Question 3 takes turns, and its figure is the median of nine. Question 5: an item takes 2 ms; a job and its
 workers get SIGKILL at a random moment of its first seconds, in turns through a DataLoader and a `Loader`; a

@@ -61,6 +61,19 @@ def test_room_is_used_also_where_as_many_segments_are_there_as_when_there_was_no
     assert len(reader.find(np.array([index])).positions) == 1
 
 
+def test_who_comes_to_a_full_cache_claims_nothing_until_there_is_room(store, reader):
+    """A new process made items of a whole segment ready for storage before it found none."""
+    index = 0
+    while put(reader, index):
+        index += 1
+    reader.close()
+    other = ReadThrough(store, ["x"], Trouble())
+    assert not put(other, index)
+    store.evict(64 * KIB)
+    assert put(other, index)
+    other.close()
+
+
 class SlowStore:
     """A store whose disk writes nothing until `writes` is set. The first `failures` segments are lost."""
 

@@ -152,6 +152,16 @@ class ItemForm:
         return chosen if isinstance(item, Mapping) else type(item)(chosen.values())
 
 
+def item_of(dataset: Any, index: int) -> Any:
+    """Return dataset[index]. From Python 3.11 on, an error of the dataset gets a note that names the index."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(f"It was raised by item {index} of the dataset.")
+        raise
+
+
 def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:
     if isinstance(columns, str) or not isinstance(columns, Sequence) or not columns:
         raise TypeError(f"columns={columns!r} must be a list of an item's keys or positions")

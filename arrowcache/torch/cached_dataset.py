@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from arrowcache.arrow.items import ItemForm
+from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
@@ -244,7 +244,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             if not is_wanted():
                 raise Unwanted
             # a generator: a StopIteration of the dataset is an error, and no end
-            items = many(indices) if many else (inner[index] for index in indices)
+            items = many(indices) if many else (item_of(inner, index) for index in indices)
             for index, item in zip(indices, items, strict=True):
                 made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
                 if len(made) < len(indices) and not is_wanted():

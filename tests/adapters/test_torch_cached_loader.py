@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from multiprocessing import active_children
@@ -297,8 +298,10 @@ def test_an_error_of_the_dataset_is_the_users_and_ends_the_epoch(path):
             with Loader(train, 10, shuffle=False, workers=workers) as loader:
                 batches = iter(loader)
                 assert [check(next(batches)) for _ in range(3)] == [[*range(n, n + 10)] for n in (0, 10, 20)]
-                with pytest.raises(LookupError, match="no network"):
+                with pytest.raises(LookupError, match="no network") as caught:
                     next(batches)
+                if hasattr(caught.value, "add_note"):  # Python 3.11
+                    assert "item 33 of the dataset" in "".join(traceback.format_exception(caught.value))
                 with pytest.raises(StopIteration):
                     next(batches)
                 if workers:

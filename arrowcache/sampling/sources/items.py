@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.items import ItemForm
+from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.native.order import KEYS, Pass, Stage
@@ -115,7 +115,7 @@ class Items(Source):
         """Draw the items of one task; all of them, where no pool has divided them."""
         for index in self._indices(rng).tolist():
             self.drawn = f"item {index}"
-            yield self._form.row(self._dataset[index])
+            yield self._form.row(item_of(self._dataset, index))
 
     def _indices(self, rng: np.random.Generator) -> NDArray[np.int64]:
         sequence, starts = rng.bit_generator.seed_seq, self._starts

@@ -153,7 +153,7 @@ class ItemForm:
 
 
 def item_of(dataset: Any, index: int) -> Any:
-    """Return dataset[index]. From Python 3.11 on, an error of the dataset gets a note that names the index."""
+    """Return dataset[index]. An error of the dataset gets a note with the index, from Python 3.11 on."""
     try:
         return dataset[index]
     except Exception as error:

@@ -17,6 +17,7 @@ import numpy as np
 
 from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import Schema, Tensor
+from arrowcache.reading.values import Values
 
 
 class Placement:
@@ -60,25 +61,42 @@ class Placement:
                 ) from None
 
     def put(self, batch: Mapping[str, Any], schema: Schema, world_size: int) -> dict[str, Any]:
-        """Return the batch with its numbers as JAX arrays. Text, bytes, times and `Values` stay as they are.
+        """Return the batch with its numbers as JAX arrays, also those in nested dicts, lists and tuples.
+
+        Text, bytes, times and `Values` stay as they are.
 
         Args:
             world_size: number of processes; each has as many rows of the global arrays.
         Blocks: not for copies to devices.
         Raises: ValueError: an integer that JAX would cut.
         """
+        leaves, tree = jax.tree_util.tree_flatten_with_path(dict(batch), is_leaf=_is_values)
         numbers = {
-            name: _exact(name, column, schema) for name, column in batch.items() if _is_numbers(column)
+            at: _exact(".".join(map(_key, path)), leaf, schema)
+            for at, (path, leaf) in enumerate(leaves)
+            if _is_numbers(leaf)
         }
         if self.is_shared:
-            placed = {name: self._part_of_all(column, world_size) for name, column in numbers.items()}
+            placed = {at: self._part_of_all(column, world_size) for at, column in numbers.items()}
         else:
             placed = jax.device_put(numbers, self._target)
-        return {name: placed.get(name, column) for name, column in batch.items()}
+        made = jax.tree_util.tree_unflatten(
+            tree, [placed.get(at, leaf) for at, (_, leaf) in enumerate(leaves)]
+        )
+        return {name: made[name] for name in batch}  # JAX sorts the keys
 
     def _part_of_all(self, column: Any, world_size: int) -> Any:
         shape = (column.shape[0] * world_size, *column.shape[1:])
         return jax.make_array_from_process_local_data(self._sharding, column, shape)
+
+
+def _is_values(value: object) -> bool:
+    return isinstance(value, Values)
+
+
+def _key(entry: Any) -> str:
+    """Return the key, the position or the name of a part, of what JAX calls an entry of its path."""
+    return str(next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)))
 
 
 def _is_numbers(column: object) -> bool:

@@ -14,6 +14,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.reading.segment_arrays import are_among
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.temperature import Temperature
+from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 
 INDEX = "_index"  # the column that holds each row's item
@@ -31,6 +32,7 @@ class Places:
         self._places = np.full(length, -1, np.int64)  # by item: segment << _ROW_BITS | row
         self._seqs = np.empty(0, np.int64)  # of the segments seen, ascending
         self._firsts = np.empty(0, np.int64)  # the first row of each in the snapshot
+        self._listed: tuple[SegmentInfo, ...] = ()  # as the snapshot was taken
         self.snapshot: Snapshot | None = None
         self.temperature = Temperature()  # of all its snapshots
 
@@ -41,11 +43,12 @@ class Places:
         Raises: OSError, LockTimeoutError: as `Snapshot.take`. CorruptSegmentError: the disk does not give a
             segment's bytes, again and again.
         """
-        if self.snapshot is not None and tuple(self._store.segments()) == self.snapshot.segments:
+        listed = tuple(self._store.segments())
+        if self.snapshot is not None and listed == self._listed:
             return False
         for left in reversed(range(_ATTEMPTS)):
             self.release()
-            self.snapshot = Snapshot.take(self._store)
+            self._listed, self.snapshot = listed, Snapshot.take(self._store)
             self.snapshot.temperature = self.temperature
             try:
                 self._take_in(self.snapshot)

@@ -382,9 +382,10 @@ class ReadThrough:
         """Merge small segments once, if there are many. Raises nothing; waits for no other process."""
         self._may_merge = False
         with suppress(*_FAILURES):  # nothing is lost, and the next one tries again
-            self._may_merge = merge(self._store, self._let_go)
+            self._may_merge = merge(self._store, self.let_go)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """End the lease, until the next request."""
         with self._lock:
             self._places.release()
 

@@ -8,7 +8,7 @@ value.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from inspect import Parameter
 from typing import Any, TypedDict, TypeVar
@@ -172,13 +172,6 @@ class LoaderOptions:
         """
         return membership(self.rank, self.world_size, self.run_id)
 
-    def require_batch_size(self, face: str) -> None:
-        """Raises: ValueError: batches are by tokens, which this face does not make."""
-        if self.budget is not None:
-            raise ValueError(
-                f"{face} has batches of batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
-            )
-
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
         terms = {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
@@ -235,6 +228,14 @@ class LoaderOptions:
                 "pass 'rows' or None"
             )
         return Budget.of(self.batch_tokens, self.length_of, schema, names)
+
+
+def refuse_budget(face: str, arguments: Mapping[str, Any]) -> None:
+    """Raises: ValueError: arguments ask for batches by tokens, which this face does not make."""
+    if arguments.get("batch_tokens") is not None:
+        raise ValueError(
+            f"{face} has batches of batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
+        )
 
 
 def spelled_out(arguments: type[EpochArguments]) -> Callable[[Face], Face]:

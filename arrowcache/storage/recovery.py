@@ -53,7 +53,9 @@ def store_of(cache: HasStore | str | os.PathLike[str]) -> Store:
         return open_store(Path(cache).absolute(), check="structure")
     store = getattr(cache, "store", None)
     if not isinstance(store, Store):
-        raise TypeError(f"expected a Cache or the path of one, got {cache!r}")
+        has_one = hasattr(type(cache), "cache")  # a CachedDataset
+        way = ": pass its .cache, which has the items that are in" if has_one else ""
+        raise TypeError(f"expected a Cache or the path of one, got {cache!r}{way}")
     return store
 
 

@@ -527,7 +527,7 @@ class Store:
     def lease(
         self, where: Callable[[SegmentInfo], bool] | None = None, *, yields_since: float | None = None
     ) -> Leased:
-        """Lease the published segments that `where` accepts.
+        """Lease the published segments that `where` accepts, without parts beside what they were merged into.
 
         Args:
             yields_since: None leases all. A number leaves the headroom's oldest segments to writers if
@@ -551,6 +551,9 @@ class Store:
             except BaseException:
                 lease.close()
                 raise
+        if self.settings.dataset is not None:  # one copy of each item; parts alone, where `where` wants these
+            merged = {part.seq for part in superseded(listed)}
+            listed = [segment for segment in listed if segment.seq not in merged]
         left_out_rows = sum(segment.rows for segment in left_out)
         if not listed:
             lease.close()

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from arrowcache.lifetimes import until_exit
 from arrowcache.reading.epoch import Epochs
-from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
+from arrowcache.reading.options import EpochArguments, LoaderOptions, refuse_budget, spelled_out
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
@@ -67,11 +67,11 @@ class EpochBatchSampler(Sampler[list[int]]):
                 f"an EpochBatchSampler cannot be made around a {type(cache).__name__}: give Lightning an "
                 "arrowcache.torch.Loader, which it leaves as it is"
             )
+        refuse_budget("EpochBatchSampler", options)
         self._store = store_of(cache)
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
         )
-        self._options.require_batch_size("EpochBatchSampler")
         self._made = Epochs(self._store, self._options, Meter())
         self._made.join(membership_now(self._options, begins=False))
         self._slots: dict[tuple[str, ...], Slots] = {}

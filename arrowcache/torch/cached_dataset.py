@@ -316,8 +316,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def cache(self) -> Cache:
         """The cache of the items, with columns of the names of their leaves, and `_index`.
 
+        This process leases none of it then, until it asks for the next item: so `evict` and `resize` find it
+        free.
         Raises: OSError: it cannot be used, such as on a read-only disk.
         """
+        if self._reader is not None:
+            self._reader.let_go()
         return Cache(self._opened())
 
     def _opened(self) -> Store:

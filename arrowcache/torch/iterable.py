@@ -31,7 +31,7 @@ from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import EpochArguments, LoaderOptions, spelled_out
+from arrowcache.reading.options import EpochArguments, LoaderOptions, refuse_budget, spelled_out
 from arrowcache.reading.order import ResumedSteps, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
@@ -127,11 +127,11 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         transform: Transform | None = None,
         **options: Unpack[EpochArguments],
     ) -> None:
+        refuse_budget("CacheIterableDataset", options)
         self._store = store_of(cache)
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
-        self._options.require_batch_size("CacheIterableDataset")
         self._rank = membership_now(self._options, begins=False)  # this process' rank
         self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,25 @@ def test_endless_batches_follow_one_another(cache):
         found = ids_of(itertools.islice(loader.repeat(), 30))
         assert [sorted(found[start : start + 160]) for start in (0, 160, 320)] == [IDS] * 3
         assert (loader.steps, loader.stats().batches) == (10, 30)
+
+
+def test_numbers_in_parts_of_a_batch_are_jax_arrays_too_and_none_is_cut(cache):
+    def nested(batch, more=0):
+        return {"b": {"ids": [batch["id"] + more, "text"], "none": None}, "a": (batch["image"],)}
+
+    with aj.Loader(cache, 16, shuffle=None, transform=nested) as loader:
+        batch = next(iter(loader))
+    assert [*batch] == ["b", "a"]
+    ids, text = batch["b"]["ids"]
+    assert text == "text"
+    assert batch["b"]["none"] is None
+    assert all(isinstance(each, jax.Array) for each in (ids, *batch["a"]))
+    assert ids.tolist() == [*range(16)]
+    with (
+        aj.Loader(cache, 16, transform=partial(nested, more=1 << 40)) as loader,
+        pytest.raises(ValueError, match=r"column 'b\.ids\.0' has .* would cut it"),
+    ):
+        next(iter(loader))
 
 
 def test_a_transform_that_returns_no_columns_is_told(cache):

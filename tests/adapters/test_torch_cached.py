@@ -511,6 +511,20 @@ def test_workers_publish_what_they_made_as_their_script_ends(path, end):
         assert train.cached >= 150
 
 
+def test_who_asks_for_its_cache_may_evict_and_resize_at_once(path):
+    """The dataset itself leased all of it, for a second."""
+    with cached(Large(40), path, capacity="16MiB") as train:
+        train.__getitems__([*range(40)])
+        assert train.cached == 40
+        before = train.cache.stats().allocated_bytes
+        assert train.cache.evict("1MiB") > 0
+        train.__getitems__([*range(40)])
+        train.cache.resize(before // 2)
+        assert train.cached < 40
+        with pytest.raises(TypeError, match=r"got <CachedDataset .*: pass its \.cache, which has the items"):
+            ac.Loader(train)
+
+
 def test_an_error_of_the_dataset_is_the_users_and_the_item_is_made_again(path):
     class Fails(Numbers):
         fails = True

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import arrowcache as ac
 import arrowcache.torch as at
 
-from .test_arguments import LOADERS, RANKED, RUN_ALONE, TOKENS, Refusal, left, named
+from .test_arguments import LOADERS, RANKED, RUN_ALONE, Refusal, left, named
 
 
 def dataloader(held: Any, **options: Any) -> DataLoader[dict[str, Any]]:
@@ -71,7 +71,7 @@ def of_loaders(face: Callable[..., Any]) -> list[Refusal]:
 OF_ROWS = ({"epoch_rows": 15}, RANKED | {"epoch_rows": 31}, {"batch_size": 1024})
 INSTEAD = (TypeError, "EpochBatchSampler")
 BY_TOKENS: Refusal = (
-    TOKENS,
+    {"batch_tokens": 4096, "length_of": "id"},
     ValueError,
     "batch_size rows alone: for batch_tokens take arrowcache.torch.Loader",
 )
@@ -128,7 +128,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"transform": dict}, TypeError, r"packed\(\) has no argument 'transform': it takes where, rank"),
             ({"columns": ["tokens"]}, TypeError, r"packed\(\) has no argument 'columns'"),
             ({"drop_last": True}, TypeError, r"packed\(\) has no argument 'drop_last'"),
-            ({"source": 5}, TypeError, "expected a Cache or the path of one"),
+            ({"source": 5}, TypeError, "expected a Cache or the path of one, got 5$"),
         ],
     ),
     "iter(packed)": (lambda held, **options: iter(packed(held, **options)), [RUN_ALONE]),

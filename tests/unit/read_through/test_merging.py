@@ -221,6 +221,36 @@ def test_a_kill_in_any_step_loses_nothing(tmp_path):
     assert number > 15, "the calls of a publish, and of removals"
 
 
+def test_who_reads_the_cache_itself_sees_each_item_once_while_merged_parts_are_leased(store):
+    """A loader over `train.cache`, and `packed`, had items twice."""
+    cache = ac.Cache(store)
+    with cache.snapshot() as before:
+        merge_all(store)
+        assert store.stats().rows > LENGTH, "parts are leased, and their copies are there"
+        assert sorted(before.gather(np.arange(len(before)))[INDEX]) == [*range(LENGTH)]
+        with cache.snapshot() as now, ac.Loader(cache, 8, drop_last=False, paced=False) as loader:
+            assert sorted(now.gather(np.arange(len(now)))[INDEX]) == [*range(LENGTH)]
+            assert sorted(index for batch in loader for index in batch[INDEX]) == [*range(LENGTH)]
+            epoch = iter(loader)
+            given = next(epoch)[INDEX].tolist()
+            state = loader.state_dict()
+        with cache.snapshot(where=lambda segment: segment.seq < 3) as parts:
+            assert parts.gather(np.arange(len(parts)))[INDEX].tolist() == [*range(15)]
+    with ac.Loader(cache, 8, drop_last=False, paced=False) as loader:
+        loader.load_state_dict(state)
+        assert sorted(given + [index for batch in loader for index in batch[INDEX]]) == [*range(LENGTH)]
+
+
+def test_places_are_not_looked_up_again_while_merged_parts_stay(store):
+    with ac.Cache(store).snapshot():
+        merge_all(store)
+        places = Places(store, LENGTH)
+        assert places.refresh()
+        assert not places.refresh()
+        assert places.count == LENGTH
+        places.release()
+
+
 def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
     from arrowcache.read_through.reader import ReadThrough
     from arrowcache.read_through.trouble import Trouble

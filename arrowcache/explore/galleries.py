@@ -1,4 +1,4 @@
-"""Gallery: random rows of one column as pictures, in the order they came or by another column's value."""
+"""Gallery: rows of one column as pictures, in the order they came, or asked for, or by another column."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from arrowcache.explore.pictures import Picture, picture, plain
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Values
 from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.row_ids import RowId, row_ids
 from arrowcache.units import format_count, parse_count
 
 if TYPE_CHECKING:
@@ -44,12 +45,15 @@ class Tile:
 
     @property
     def caption(self) -> str:
-        return f"{self.seq}:{self.row}"
+        return str(RowId(self.seq, self.row))
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of one value of the column grouped by, or all; some of them have pictures."""
+    """Rows of one value of the column grouped by, or all; some of them have pictures.
+
+    `value` is empty where nothing is grouped by, but says how many rows that were asked for have left.
+    """
 
     value: str
     rows: int
@@ -91,7 +95,9 @@ class Gallery:
 
     def _name(self, group: Group) -> str:
         rows = format_count(group.rows, "row")
-        return rows if self.by is None else f"{self.by} = {shorten(group.value, _MOST_NAME)}: {rows}"
+        if self.by is None:
+            return f"{rows}; {group.value}" if group.value else rows
+        return f"{self.by} = {shorten(group.value, _MOST_NAME)}: {rows}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as an HTML file that needs nothing else."""
@@ -127,20 +133,24 @@ def gallery(
     seed: int = 0,
     values: int = 12,
     size: int = 96,
+    rows: object = None,
 ) -> Gallery:
-    """Draw random rows of a column.
+    """Draw random rows of a column, or these.
 
     Args:
         cache: a Cache, or the path of one.
         column: which; of tensors, ragged or not, text or bytes.
-        n: how many pictures at most.
+        n: how many pictures at most, of random rows.
         by: a column of one value a row: the pictures are divided among its values.
         seed: of the choice of rows.
         values: how many of the values of `by` are shown at most, those with the most rows.
         size: pixels of a picture's longer side.
+        rows: draw these, in this order: ids as of `rows`, such as a DataFrame of a query. Those that have
+            left the cache are counted in the gallery, without a picture.
     Blocks: while the rows are read, one by one, and all of `by`. The rows are leased no longer.
-    Raises: ValueError: an unknown column, one without pictures, one with too many values to group by, or
-        no row is there. FileNotFoundError: no cache. CorruptSegmentError: a damaged segment, which was
+    Raises: ValueError: an unknown column, one without pictures, one with too many values to group by, no
+        row is there, both `rows` and `by`, more than 1,000 `rows`. MissingSegmentsError: all of these left
+        the cache. FileNotFoundError: no cache. CorruptSegmentError: a damaged segment, which was
         quarantined: call it again.
     """
     store = store_of(cache)
@@ -148,20 +158,37 @@ def gallery(
     _require_drawable(schema, column)
     n, values = parse_count(n, "n", most=_MOST_PICTURES), parse_count(values, "values")
     rng = np.random.default_rng(parse_count(seed, "seed", least=0, most=None))
+    asked = None if rows is None else _asked(rows, by)
     with Snapshot.take(store) as snapshot:
         if not len(snapshot):
             raise ValueError(f"{store.folder.path} has no rows yet: start its samplers, then look again")
-        if by is None:
+        if asked is not None:
+            places = snapshot.positions(asked, "skip").tolist()
+            if not places:
+                snapshot.positions(asked)  # says what is known of them
+            left = len(asked) - len(places)
+            chosen = [(f"{format_count(left, 'row')} left the cache" if left else "", len(places), places)]
+        elif by is None:
             ids = rng.choice(len(snapshot), min(n, len(snapshot)), replace=False, shuffle=False)
             chosen = [("", len(snapshot), sorted(ids.tolist()))]
         else:
             chosen = _choose_by(snapshot, schema, by, n, values, rng)
         groups = [
-            Group(value, rows, tuple(_tile(snapshot, schema[column], column, i, size) for i in rows_drawn))
-            for value, rows, rows_drawn in chosen
+            Group(value, count, tuple(_tile(snapshot, schema[column], column, i, size) for i in drawn))
+            for value, count, drawn in chosen
         ]
     grouped = "" if by is None else f" by {by}"
     return Gallery(f"{column}{grouped} of {store.folder.path}", by, groups, size)
+
+
+def _asked(rows: object, by: str | None) -> NDArray[np.int64]:
+    asked = row_ids(rows)
+    if by is not None:
+        raise ValueError("rows= are shown in their order, and by= groups random ones: give one of the two")
+    if not 0 < len(asked) <= _MOST_PICTURES:
+        count = format_count(len(asked), "row")
+        raise ValueError(f"rows= names {count}: a gallery shows 1 to {_MOST_PICTURES:,}")
+    return asked
 
 
 def _require_drawable(schema: Schema, column: str) -> None:

@@ -111,7 +111,9 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         ids = '"_seq", "_row" + "_age_seconds" as "_row"'  # see _with_ids
         connection.execute(f'create temp view {TABLE} as select {ids}, {columns} from "{_FILES}"')
         view = connection.table(TABLE)
-        types = dict(zip(view.columns[len(ID_COLUMNS) :], map(str, view.types[len(ID_COLUMNS) :]), strict=True))
+        types = dict(
+            zip(view.columns[len(ID_COLUMNS) :], map(str, view.types[len(ID_COLUMNS) :]), strict=True)
+        )
         if any(macro in query.lower() for macro in _OF_ELEMENTS):
             connection.execute(_macros(types, schema))
         try:
@@ -126,7 +128,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             found = dict(zip(result.columns, map(str, result.types), strict=True))
             frame = Rows(result.df())
         except duckdb.Error as error:
-            raise ValueError(_sentence(str(error), [*names, *ID_COLUMNS])) from None
+            raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names])) from None
     for name, shape in nested.items():
         if list(frame.columns).count(name) == 1:
             frame[name] = pd.Series([_stacked(value, shape) for value in frame[name]], dtype=object)
@@ -188,17 +190,21 @@ def _require_numbers(query: str, schema: Schema, names: Sequence[str]) -> None:
     Raises: ValueError: names the function, the column, and what was meant.
     """
     kinds = {_folded(name): kind for name, kind in zip(names, schema.values(), strict=True)}
-    for call in re.finditer(rf'\b({_FOR_NUMBERS})\s*\(\s*(?:{TABLE}\.)?("(?:[^"]|"")+"|\w+)\s*\)', query, re.I):
+    for call in re.finditer(
+        rf'\b({_FOR_NUMBERS})\s*\(\s*(?:{TABLE}\.)?("(?:[^"]|"")+"|\w+)\s*\)', query, re.IGNORECASE
+    ):
         function, column = call[1].lower(), call[2]
         name = column[1:-1].replace('""', '"') if column.startswith('"') else column
         kind = kinds.get(_folded(name))
+        if re.search(rf'\bas\s+"?{re.escape(name)}\b', query, re.IGNORECASE):
+            continue  # it may stand for another
         if not (isinstance(kind, Ragged) or (isinstance(kind, Tensor) and (kind.shape or _is_complex(kind)))):
             continue
         if function not in _OF_ELEMENTS:
             meant = _MEANT.get(function)
             ways = f"{meant}({column})" if meant else f"{', '.join(_OF_ELEMENTS)} of it"
             raise ValueError(
-                f"{function}({column}) is of one number a row, and {name!r} is a tensor or ragged, with many: "
+                f"{function}({column}) is of one number a row, and {name!r} has many a row: "
                 f"of its elements there {'is' if meant else 'are'} {ways}, such as in "
                 f"select avg({meant or 't_mean'}({column})) from {TABLE}"
             )

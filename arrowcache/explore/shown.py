@@ -47,7 +47,9 @@ def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
     """
 
     def cell(value: Any) -> str:
-        if not isinstance(value, np.ndarray | bytes | bytearray | str) and (value is None or not _has_axes(kind)):
+        if not isinstance(value, np.ndarray | bytes | bytearray | str) and (
+            value is None or not _has_axes(kind)
+        ):
             return html.escape(shorten(str(value), _MOST_TEXT))
         from arrowcache.explore.pictures import picture_html  # matplotlib's colours, for those who look
 

@@ -76,7 +76,7 @@ def describe(
     with Snapshot.take(store) as snapshot, describing_threads() as pool:
         for segment, batch in walk(snapshot, names, "describing", progress):
             for name, summary in summaries.items():
-                summary.add(segment.seq, batch.column(name), pool)
+                summary.add(batch.column(name), pool, segment.seq)
             del batch
     rows = [summary.row(bins) for summary in summaries.values()]
     index = pd.Index(names, name="column")
@@ -117,17 +117,28 @@ def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
 
 
 def _row_of(value: float, column: pa.Array, kind: FieldType) -> int:
-    """The first row of a segment whose numbers, as their distribution counts them, have this one."""
+    """The first row of a segment with this number, which its distribution has counted.
+
+    Magnitudes of complex numbers may be rounded otherwise than when they were counted: the nearest is it.
+    """
     values = numbers(column, kind)
+    least, at = np.inf, 0
     for start in range(0, len(values), _CONVERTED):
         some = real(values[start : start + _CONVERTED], kind)
-        found = (some.view(np.int64) if some.dtype.kind == "M" else some) == value
-        if found.any():
-            at = start + int(found.argmax())
-            if isinstance(kind, Ragged):
-                return int(np.cumsum(lengths(column, kind)).searchsorted(at // kind.elements, side="right"))
-            return at * len(column) // len(values)
-    raise AssertionError("an extreme is one of the values")
+        some = some.view(np.int64) if some.dtype.kind == "M" else some
+        equal = some == value
+        if equal.any():
+            at = start + int(equal.argmax())
+            break
+        if is_copied(kind):
+            with np.errstate(invalid="ignore"):
+                distance = np.nan_to_num(np.abs(some - value), nan=np.inf)
+            if distance.min() < least:
+                least, at = float(distance.min()), start + int(distance.argmin())
+    if isinstance(kind, Ragged):
+        ends = np.cumsum(lengths(column, kind))
+        return int(ends.searchsorted(at * int(ends[-1]) // len(values), side="right"))
+    return at * len(column) // len(values)
 
 
 class _Summary:
@@ -144,7 +155,7 @@ class _Summary:
         )
         self._distinct: set[Any] | None = set() if is_countable else None
 
-    def add(self, seq: int, column: pa.Array, pool: ThreadPoolExecutor) -> None:
+    def add(self, column: pa.Array, pool: ThreadPoolExecutor, seq: int) -> None:
         before = self._values.low, self._values.high
         self._values.merge(distribution_of(column, self._kind, pool))
         if not isinstance(self._kind, String | Binary):

@@ -53,7 +53,7 @@ def row_ids(ids: object) -> NDArray[np.int64]:
     Raises: ValueError, TypeError: names the id that is none, and its place.
     """
     names = getattr(ids, "column_names", getattr(ids, "columns", None))
-    if names is None and hasattr(ids, "keys") and hasattr(ids, "__getitem__"):
+    if names is None and hasattr(ids, "keys") and not hasattr(ids, "dtype"):  # a Series has keys
         names = ids.keys()
     if names is not None:
         found = np.stack(_columns(ids, [str(name) for name in names]), axis=1)
@@ -73,8 +73,8 @@ def _columns(ids: Any, names: Sequence[str]) -> list[NDArray[np.int64]]:
     if lacking := [name for name in ID_COLUMNS if name not in names]:
         there = shortened(", ".join(names), 200)
         raise ValueError(
-            f"ids have no column {' and no '.join(lacking)}, which say which row each is: keep both (there are "
-            f"{there})"
+            f"ids have no column {' and no '.join(lacking)}, which say which row each is: keep both "
+            f"(there are {there})"
         )
     columns = [_integers(name, ids[name]) for name in ID_COLUMNS]
     if len(columns[0]) != len(columns[1]):
@@ -88,8 +88,14 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
         raise ValueError(f"ids: column {name!r} has shape {array.shape}: each row has one")
     if array.dtype.kind in "iu":
         return array.astype(np.int64)
+    if array.dtype.kind == "f" and len(array):  # as a join in pandas makes of integers
+        at = int((~np.isfinite(array)).argmax())
+        raise TypeError(
+            f"ids: {name}[{at}] is {array[at].item()!r}, of {array.dtype}, which is no int: drop rows without "
+            "an id, and write .astype('int64')"
+        )
     found = np.empty(len(array), np.int64)
-    for at, value in enumerate(array):  # pandas' own integers are objects to NumPy
+    for at, value in enumerate(array.tolist()):  # pandas' own integers are objects to NumPy
         if not _is_int(value):
             raise TypeError(f"ids: {name}[{at}] is {value!r}, which is no int")
         found[at] = value
@@ -154,11 +160,15 @@ def gone(
     oldest = segments[0]
     age = f"published {format_seconds(max(0.0, time.time() - oldest.published))} ago"
     why = f"the oldest segment there now is number {oldest.seq}, {age}"
-    why += "; what came before it was evicted" if row.seq < oldest.seq else (
-        f", and number {row.seq} was removed since, such as by cache.verify()"
+    why += (
+        "; what came before it was evicted"
+        if row.seq < oldest.seq
+        else (f", and number {row.seq} was removed since, such as by cache.verify()")
     )
     left = len(ids) - lost
-    way = f"pass missing='skip' for the {format_count(left, 'row')} still there" if left else (
-        "look anew at what is there, or raise the cache's capacity to keep rows for longer"
+    way = (
+        f"pass missing='skip' for the {format_count(left, 'row')} still there"
+        if left
+        else ("look anew at what is there, or raise the cache's capacity to keep rows for longer")
     )
     return MissingSegmentsError(f"{which}: {why}: {way}")

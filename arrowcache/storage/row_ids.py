@@ -91,8 +91,8 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     if array.dtype.kind == "f" and len(array):  # as a join in pandas makes of integers
         at = int((~np.isfinite(array)).argmax())
         raise TypeError(
-            f"ids: {name}[{at}] is {array[at].item()!r}, of {array.dtype}, which is no int: drop rows without "
-            "an id, and write .astype('int64')"
+            f"ids: {name}[{at}] is {array[at].item()!r}, of {array.dtype}, which is no int: drop rows "
+            "without an id, and write .astype('int64')"
         )
     found = np.empty(len(array), np.int64)
     for at, value in enumerate(array.tolist()):  # pandas' own integers are objects to NumPy
@@ -145,7 +145,7 @@ def _is_int(value: Any) -> bool:
 def gone(
     ids: NDArray[np.int64], is_there: NDArray[np.bool_], segments: Sequence[SegmentInfo]
 ) -> MissingSegmentsError:
-    """What to raise where the segments of some rows are not there any more; says what is known of them.
+    """The error for rows whose segments are not there any more. It says what is known of them.
 
     Args:
         segments: those that are there, oldest first.

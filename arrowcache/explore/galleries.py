@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from arrowcache import display
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.display import printable, shorten
 from arrowcache.explore.drawing import Line, Words, label
-from arrowcache.explore.pictures import Picture, picture, plain
+from arrowcache.explore.pictures import Picture, picture
+from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Values
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import RowId, row_ids
 from arrowcache.units import format_count, parse_count
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _MOST_PICTURES = 1000
 _MOST_VALUES = 1000  # different ones that a column to group by may have
-_ROWS_A_LOOK = 1 << 20  # of the column to group by, at a time
 _COLUMNS = 8  # of a figure
 _TILE_INCHES, _MARGIN_INCHES, _CAPTION_INCHES, _NAME_INCHES = 1.2, 0.05, 0.14, 0.3
 _MOST_NAME = 40  # characters of a value
@@ -107,7 +107,7 @@ class Gallery:
         """The same as a matplotlib figure, for `figure.savefig("gallery.png")`."""
         from matplotlib.figure import Figure  # 0.3 s that a notebook does not need
 
-        columns = min(_COLUMNS, max(len(group.tiles) for group in self.groups))
+        columns = min(_COLUMNS, max(1, *(len(group.tiles) for group in self.groups)))
         lines = [-(-len(group.tiles) // columns) for group in self.groups]
         width = columns * _TILE_INCHES
         height = sum(lines) * (_TILE_INCHES + _CAPTION_INCHES) + len(lines) * _NAME_INCHES
@@ -126,7 +126,7 @@ class Gallery:
 
 
 def gallery(
-    cache: HasStore | str | os.PathLike[str],
+    cache: AnyCache,
     column: str,
     n: int = 24,
     by: str | None = None,
@@ -157,8 +157,9 @@ def gallery(
     schema = store.settings.schema
     _require_drawable(schema, column)
     n, values = parse_count(n, "n", most=_MOST_PICTURES), parse_count(values, "values")
-    rng = np.random.default_rng(parse_count(seed, "seed", least=0, most=None))
+    seed = parse_count(seed, "seed", least=0, most=None)
     asked = None if rows is None else _asked(rows, by)
+    by_value = [] if by is None else _choose_by(cache, schema, by, n, values, seed)
     with Snapshot.take(store) as snapshot:
         if not len(snapshot):
             raise ValueError(f"{store.folder.path} has no rows yet: start its samplers, then look again")
@@ -169,10 +170,14 @@ def gallery(
             left = len(asked) - len(places)
             chosen = [(f"{format_count(left, 'row')} left the cache" if left else "", len(places), places)]
         elif by is None:
+            rng = np.random.default_rng(seed)
             ids = rng.choice(len(snapshot), min(n, len(snapshot)), replace=False, shuffle=False)
             chosen = [("", len(snapshot), sorted(ids.tolist()))]
         else:
-            chosen = _choose_by(snapshot, schema, by, n, values, rng)
+            chosen = [
+                (value, count, sorted(snapshot.positions(drawn, "skip").tolist()))
+                for value, count, drawn in by_value
+            ]
         groups = [
             Group(value, count, tuple(_tile(snapshot, schema[column], column, i, size) for i in drawn))
             for value, count, drawn in chosen
@@ -205,9 +210,11 @@ def _is_single(kind: FieldType) -> bool:
 
 
 def _choose_by(
-    snapshot: Snapshot, schema: Schema, by: str, n: int, values: int, rng: np.random.Generator
-) -> list[tuple[str, int, list[int]]]:
-    """The most frequent values of a column, how many rows have them, and some of those."""
+    cache: AnyCache, schema: Schema, by: str, n: int, values: int, seed: int
+) -> list[tuple[str, int, NDArray[np.int64]]]:
+    """The most frequent values of a column, how many rows have them, and the ids of some of those."""
+    from arrowcache.explore.query import TABLE, column_in_sql, sql  # DuckDB, for those who group
+
     schema.select([by])
     if isinstance(schema[by], Ragged | Binary) or not (
         _is_single(schema[by]) or isinstance(schema[by], String)
@@ -215,62 +222,21 @@ def _choose_by(
         one = [name for name, kind in schema.items() if _is_single(kind) or isinstance(kind, String)]
         others = f": take one of {', '.join(one)}" if one else ""
         raise ValueError(f"by={by!r} is a column of arrays, not of one value a row{others}")
-    counts: Counter[Hashable] = Counter()
-    kept: dict[Hashable, _Kept] = {}
-    for first in range(0, len(snapshot), _ROWS_A_LOOK):
-        ids = np.arange(first, min(first + _ROWS_A_LOOK, len(snapshot)))
-        found, which = _values(snapshot, by, schema[by], ids)
-        lots = rng.random(len(ids))
-        order = np.lexsort((lots, which))
-        ends = np.cumsum(np.bincount(which, minlength=len(found))).tolist()
-        for value, start, stop in zip(found, [0, *ends], ends, strict=False):
-            counts[value] += stop - start
-            drawn = order[start : min(stop, start + n)]
-            kept[value] = kept.get(value, _Kept.none()).merged(_Kept(lots[drawn], ids[drawn]), n)
-        if len(counts) > _MOST_VALUES:
-            raise ValueError(f"by={by!r} has over {_MOST_VALUES} different values: group by one of few")
-    ranked = sorted(counts, key=lambda value: (-counts[value], str(value)))[: min(values, n)]
-    share = max(1, n // len(ranked))
-    return [(str(value), counts[value], sorted(kept[value].ids[:share].tolist())) for value in ranked]
-
-
-class _Kept(NamedTuple):
-    """Rows of one value, those of the lowest lots so far: a fair draw, however many there are."""
-
-    lots: NDArray[np.float64]
-    ids: NDArray[np.int64]
-
-    @classmethod
-    def none(cls) -> _Kept:
-        return cls(np.empty(0), np.empty(0, np.int64))
-
-    def merged(self, other: _Kept, n: int) -> _Kept:
-        lots, ids = (np.concatenate(pair) for pair in zip(self, other, strict=True))
-        first = np.argsort(lots)[:n]
-        return _Kept(lots[first], ids[first])
-
-
-def _values(
-    snapshot: Snapshot, name: str, kind: FieldType, ids: NDArray[np.int64]
-) -> tuple[list[Hashable], NDArray[np.int64]]:
-    """The different values of some rows, and which of them each row has."""
-    values = snapshot.gather(ids, [name])[name]
-    if isinstance(values, list):
-        found = sorted(set(values))
-        at = {value: number for number, value in enumerate(found)}
-        return found, np.fromiter(map(at.__getitem__, values), np.int64, len(values))
-    numbers = np.asarray(values)
-    if not isinstance(kind, Timestamp):
-        numbers = plain(numbers, getattr(kind, "dtype", ""))
-    different, which = np.unique(numbers, return_inverse=True)
-    return [_name(value) for value in different.tolist()], which
-
-
-def _name(value: Any) -> Hashable:
-    """What stands for a value in the next look, too: one NaN equals no other."""
-    if value is None:
-        return "NaT"
-    return "NaN" if value != value else value
+    column = column_in_sql(schema, by)
+    found = sql(
+        cache,
+        f"select {column} as value, count(*) as rows, "
+        f"arg_min(_seq || ':' || _row, hash(_seq, _row, '{seed}'), {n}) as drawn from {TABLE} "
+        f"group by {column} order by rows desc, value limit {_MOST_VALUES + 1}",
+    )
+    if len(found) > _MOST_VALUES:
+        raise ValueError(f"by={by!r} has over {_MOST_VALUES} different values: group by one of few")
+    share = max(1, n // max(1, min(values, n, len(found))))
+    ranked = found.head(min(values, n)).itertuples(index=False, name=None)
+    return [
+        ("NaN" if value != value and value is not pd.NaT else str(value), rows, row_ids(drawn[:share]))
+        for value, rows, drawn in ranked
+    ]
 
 
 def _tile(snapshot: Snapshot, kind: FieldType, column: str, row_id: int, size: int) -> Tile:

@@ -251,6 +251,11 @@ def _told_apart(schema: Schema) -> list[str]:
     return names
 
 
+def column_in_sql(schema: Schema, name: str) -> str:
+    """A column as a query names it, quoted."""
+    return _quoted(_told_apart(schema)[list(schema).index(name)])
+
+
 def _folded(name: str) -> bytes:
     """DuckDB compares names by the case of ASCII letters only."""
     return name.encode().lower()

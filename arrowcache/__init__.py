@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from arrowcache.storage.layout import SegmentInfo
     from arrowcache.storage.overview import CacheStats
     from arrowcache.storage.pace import Pace
+    from arrowcache.storage.row_ids import RowId
     from arrowcache.storage.verification import Problem
     from arrowcache.storage.writer import Writer
 else:  # a type checker that saw this would take any name for one of ours
@@ -90,6 +91,8 @@ else:  # a type checker that saw this would take any name for one of ours
                 from arrowcache.reading import values as home
             case "PoolStats" | "SamplerPool":
                 from arrowcache.sampling import pool as home
+            case "RowId":
+                from arrowcache.storage import row_ids as home
             case "Rows":
                 from arrowcache.sampling import rows as home
             case "SegmentInfo":
@@ -130,6 +133,7 @@ __all__ = [
     "PoolStats",
     "Problem",
     "Ragged",
+    "RowId",
     "Rows",
     "SamplerError",
     "SamplerPool",

@@ -45,7 +45,7 @@ class SamplerError(ArrowCacheError):
 
 
 class MissingSegmentsError(ArrowCacheError, LookupError):
-    """Rows of a saved epoch have left the cache since."""
+    """Rows of a saved epoch, or rows that were asked for by their ids, have left the cache since."""
 
 
 class WorkerError(ArrowCacheError):

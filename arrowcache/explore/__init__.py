@@ -1,6 +1,6 @@
 """Explore: look into a cache, or into the cache at a path, while others write and read it.
 
-    frames.py       head, sample, to_pandas, to_polars: rows as DataFrames
+    frames.py       head, sample, rows, to_pandas, to_polars: rows as DataFrames, and shown.py: with pictures
     query.py        sql: DuckDB over the mapped files
     summary.py      describe: what each column holds
     compare.py      duplicates, drift: rows with rows, the oldest with the newest
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from arrowcache.explore.compare import drift, duplicates
     from arrowcache.explore.exchange import export_parquet, import_parquet
-    from arrowcache.explore.frames import head, sample, to_pandas, to_polars
+    from arrowcache.explore.frames import head, rows, sample, to_pandas, to_polars
     from arrowcache.explore.galleries import gallery
     from arrowcache.explore.history import History
     from arrowcache.explore.observation import Observation, observe
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "head",
     "sample",
+    "rows",
     "to_pandas",
     "to_polars",
     "sql",
@@ -91,7 +92,7 @@ def __getattr__(name: str) -> object:
 
 def _module_of(name: str) -> ModuleType:
     match name:
-        case "head" | "sample" | "to_pandas" | "to_polars":
+        case "head" | "sample" | "rows" | "to_pandas" | "to_polars":
             from arrowcache.explore import frames
 
             return frames

@@ -20,6 +20,7 @@ from arrowcache.explore.traceback import keeps_nothing
 from arrowcache.explore.walk import AnyCache, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import ID_COLUMNS
 
 _WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
 _DRAWN = 200_000  # values of a column, from the oldest and from the newest segments each
@@ -38,8 +39,8 @@ def duplicates(
     Args:
         columns: which are compared; None for all.
         progress: show a bar; None: in a terminal or a notebook.
-    Returns: one row a duplicate, oldest first: `seq` and `row`, its segment's number and its place
-        therein, and `first_seq` and `first_row` of the first row that is the same; all int64.
+    Returns: one row a duplicate, oldest first: its id, `_seq` and `_row`, as in `to_pandas`, and that of the
+        first row that is the same, `first_seq` and `first_row`; all int64.
     Blocks: while the columns are read. Segments are released as they are passed. It takes some 50
         bytes of memory a row.
     Raises: as `describe`.
@@ -49,27 +50,22 @@ def duplicates(
     names = schema.select(columns, least=1)
     with Snapshot.take(store) as snapshot:
         digests = np.empty((len(snapshot), 2), np.uint64)
-        seqs = np.array([segment.seq for segment in snapshot.segments], np.int64)
-        starts = np.concatenate(([0], np.cumsum(snapshot.segment_rows)))
         done = 0
         for _, batch in walk(snapshot, names, "comparing", progress):
             columns_of = [(batch.column(name), schema[name]) for name in names]
             _hash_rows(columns_of, digests[done : done + batch.num_rows])
             done += batch.num_rows
             del batch, columns_of
-    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: of the same ones the first row is first
-    same = np.zeros(len(order), bool)
-    same[1:] = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
-    del digests
-    firsts = np.maximum.accumulate(np.where(same, 0, np.arange(len(order))))
-    rows, first_rows = order[same], order[firsts[same]]
-    by_age = np.argsort(rows)
-    found = {}
-    for prefix, ids in (("", rows[by_age]), ("first_", first_rows[by_age])):
-        segments = starts.searchsorted(ids, side="right") - 1
-        found[f"{prefix}seq"] = seqs[segments]
-        found[f"{prefix}row"] = ids - starts[segments]
-    return pd.DataFrame(found)
+        order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: of the same ones the first row is first
+        same = np.zeros(len(order), bool)
+        same[1:] = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
+        del digests
+        firsts = np.maximum.accumulate(np.where(same, 0, np.arange(len(order))))
+        rows, first_rows = order[same], order[firsts[same]]
+        by_age = np.argsort(rows)
+        ids, first_ids = snapshot.locate(rows[by_age]), snapshot.locate(first_rows[by_age])
+    found = {name: ids[name] for name in ID_COLUMNS}
+    return pd.DataFrame(found | {f"first{name}": first_ids[name] for name in ID_COLUMNS})
 
 
 def _hash_rows(columns: Sequence[tuple[pa.Array, FieldType]], digests: NDArray[np.uint64]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,39 +13,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
-from arrowcache.display import shorten
-from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import ColumnData, Values
 from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.units import parse_count
 
-_MOST_TEXT = 200
-
-
-class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type information
-    """A DataFrame that shows tensors, bytes and text small in a notebook; else it is like any other."""
-
-    _metadata = ["kinds"]  # noqa: RUF012  # pandas' own way to have an attribute passed on
-    kinds: Mapping[str, FieldType]
-
-    @property
-    def _constructor(self) -> Callable[..., Rows]:
-        return Rows
-
-    def _repr_html_(self) -> str | None:
-        kinds = getattr(self, "kinds", {})
-        if not pd.get_option("display.notebook_repr_html"):
-            return None
-        names = [html.escape(str(name)) for name in self.columns]
-        shown = self.head(pd.get_option("display.max_rows") or len(self)).set_axis(names, axis=1)
-        formatters = [_formatter(kinds.get(name)) for name in self.columns]
-        text: str = pd.DataFrame(shown).to_html(escape=False, formatters=formatters, border=0)
-        if len(shown) < len(self):
-            text += f"<p>{len(shown)} of {len(self)} rows</p>"
-        return text
+_ID_KINDS = dict.fromkeys(ID_COLUMNS, Tensor("int64"))
 
 
 def head(cache: AnyCache, n: int = 5) -> pd.DataFrame:
@@ -68,13 +44,30 @@ def sample(cache: AnyCache, n: int = 5, seed: int = 0) -> pd.DataFrame:
     Raises: as `to_pandas`.
     """
     n, seed = parse_count(n, "n", least=0), parse_count(seed, "seed", least=0, most=None)
-    store = store_of(cache)
-    schema = store.settings.schema
-    with Snapshot.take(store) as snapshot:
+    with Snapshot.take(store := store_of(cache)) as snapshot:
         rng = np.random.default_rng(seed)
         ids = rng.choice(len(snapshot), size=min(n, len(snapshot)), replace=False)
-        values = snapshot.gather(ids.astype(np.int64))
-    return _frame(schema, values, len(ids))
+        return _frame(*_gathered(snapshot, store.settings.schema, ids.astype(np.int64), None))
+
+
+def rows(
+    cache: AnyCache, ids: object, columns: Sequence[str] | None = None, missing: str = "raise"
+) -> pd.DataFrame:
+    """The rows of these ids, as `to_pandas` gives them, in the order asked for; a row may be asked for twice.
+
+    Args:
+        ids: `ac.RowId` or texts such as "83:26", one or several; integers (n, 2); or what has the columns
+            `_seq` and `_row`: a DataFrame, also a part of one, an Arrow table, a batch of a loader with ids.
+        columns: as of `to_pandas`.
+        missing: of rows that were evicted since, "raise" or "skip", which leaves them out.
+    Blocks: while rows are copied, and leased.
+    Raises: MissingSegmentsError: rows have left the cache; says how old the oldest are that are there.
+        IndexError: a row that never was. ValueError, TypeError: what names no row. Else as `to_pandas`.
+    """
+    wanted = row_ids(ids)
+    with Snapshot.take(store := store_of(cache)) as snapshot:
+        places = snapshot.positions(wanted, missing)
+        return _frame(*_gathered(snapshot, store.settings.schema, places, columns))
 
 
 def to_pandas(
@@ -82,19 +75,21 @@ def to_pandas(
 ) -> pd.DataFrame:
     """Rows as a pandas DataFrame, oldest first: one row a sample, copied into memory.
 
+    Its first columns, `_seq` and `_row`, are each row's id: the number of its segment, and its place therein.
+    `rows`, `gallery` and all that takes ids take the frame, or any part of it that has both.
+
     Numbers, bool and text have pandas' own dtypes, timestamps datetime64[us, UTC]. A tensor is an object:
     an ndarray of its shape; one of a ragged column has as many entries as it has. bfloat16, and
     float16 that is no tensor, are float32.
 
     Args:
-        columns: which; None for all.
+        columns: which, in this order; None for all, with `_seq` and `_row`, which can be named, too.
         limit: at most so many rows; None for all, which must fit into memory.
     Blocks: while rows are copied, and leased.
     Raises: ValueError: an unknown column. CorruptSegmentError: a damaged segment, which was quarantined.
         FileNotFoundError: no cache, or none any more.
     """
-    schema, names, values, rows = _oldest(cache, columns, limit)
-    return _frame(Schema({name: schema[name] for name in names}), values, rows)
+    return _frame(*_oldest(cache, columns, limit))
 
 
 def to_polars(
@@ -107,29 +102,40 @@ def to_polars(
 
     Args, blocks, raises: as `to_pandas`.
     """
-    schema, names, values, _ = _oldest(cache, columns, limit)
-    arrays = [_plain(schema[name], values[name]) for name in names]
-    frame = pl.from_arrow(pa.Table.from_arrays(arrays, names=list(names)))
+    kinds, values = _oldest(cache, columns, limit)
+    frame = pl.from_arrow(pa.table({name: _plain(kind, values[name]) for name, kind in kinds.items()}))
     assert isinstance(frame, pl.DataFrame)
     return frame
 
 
 def _oldest(
     cache: AnyCache, columns: Sequence[str] | None, limit: int | None
-) -> tuple[Schema, tuple[str, ...], dict[str, ColumnData], int]:
-    store = store_of(cache)
-    schema = store.settings.schema
-    names = schema.select(columns, least=1)
+) -> tuple[dict[str, FieldType], Mapping[str, ColumnData]]:
     limit = None if limit is None else parse_count(limit, "limit", least=0)
-    with Snapshot.take(store) as snapshot:
-        rows = len(snapshot) if limit is None else min(limit, len(snapshot))
-        return schema, names, snapshot.gather(np.arange(rows), names), rows
+    with Snapshot.take(store := store_of(cache)) as snapshot:
+        ids = np.arange(len(snapshot) if limit is None else min(limit, len(snapshot)))
+        return _gathered(snapshot, store.settings.schema, ids, columns)
 
 
-def _frame(schema: Schema, values: Mapping[str, ColumnData], rows: int) -> Rows:
-    series = {name: _series(kind, values[name]) for name, kind in schema.items()}
-    frame = Rows(series, index=pd.RangeIndex(rows), columns=list(schema), copy=False)
-    frame.kinds = dict(schema)
+def _gathered(
+    snapshot: Snapshot, schema: Schema, ids: NDArray[np.int64], columns: Sequence[str] | None
+) -> tuple[dict[str, FieldType], Mapping[str, ColumnData]]:
+    """The chosen columns, `_seq` and `_row` among them: their types, and their values of some rows."""
+    chosen = (*ID_COLUMNS, *schema) if columns is None else columns
+    if not isinstance(chosen, str) and hasattr(chosen, "__iter__"):
+        chosen = tuple(chosen)
+        names = schema.select([name for name in chosen if name not in ID_COLUMNS], least=not chosen)
+    else:
+        names = schema.select(chosen)  # raises
+    kinds = _ID_KINDS | dict(schema)
+    values = {**snapshot.locate(ids), **snapshot.gather(ids, names)}
+    return {name: kinds[name] for name in chosen}, values
+
+
+def _frame(kinds: Mapping[str, FieldType], values: Mapping[str, ColumnData]) -> Rows:
+    series = {name: _series(kind, values[name]) for name, kind in kinds.items()}
+    frame = Rows(series, index=pd.RangeIndex(len(values[ID_COLUMNS[0]])), columns=list(kinds), copy=False)
+    frame.kinds = dict(kinds)
     return frame
 
 
@@ -184,27 +190,3 @@ def _map(function: Callable[[NDArray[Any]], NDArray[Any]], values: ColumnData) -
     if isinstance(values, Values):
         return Values(function(values.data), values.offsets)
     return function(np.asarray(values))
-
-
-def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
-    """How the values of a column show in HTML; None: of one that the cache does not have, such as a renamed.
-
-    What has axes, bytes and text are pictures, which are small however large the value is. What cannot be
-    drawn, such as what a user has put there, says so: a table is never half a table.
-    """
-
-    def cell(value: Any) -> str:
-        if not isinstance(value, np.ndarray | bytes | str) and (value is None or not _has_axes(kind)):
-            return html.escape(shorten(str(value), _MOST_TEXT))
-        from arrowcache.explore.pictures import picture_html  # matplotlib's colours, for those who look
-
-        try:
-            return picture_html(value, kind)
-        except (ArrowCacheError, TypeError, ValueError) as error:
-            return html.escape(shorten(f"cannot be drawn: {sentence_of(error)}", _MOST_TEXT))
-
-    return cell
-
-
-def _has_axes(kind: FieldType | None) -> bool:
-    return isinstance(kind, Ragged) or (isinstance(kind, Tensor) and bool(kind.shape))

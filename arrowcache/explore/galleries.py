@@ -1,25 +1,27 @@
-"""Gallery: random rows of one column as pictures, in the order they came or by another column's value."""
+"""Gallery: rows of one column as pictures, in the order they came, or asked for, or by another column."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from arrowcache import display
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.display import printable, shorten
 from arrowcache.explore.drawing import Line, Words, label
-from arrowcache.explore.pictures import Picture, picture, plain
+from arrowcache.explore.pictures import Picture, picture
+from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Values
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import RowId, row_ids
 from arrowcache.units import format_count, parse_count
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 _MOST_PICTURES = 1000
 _MOST_VALUES = 1000  # different ones that a column to group by may have
-_ROWS_A_LOOK = 1 << 20  # of the column to group by, at a time
 _COLUMNS = 8  # of a figure
 _TILE_INCHES, _MARGIN_INCHES, _CAPTION_INCHES, _NAME_INCHES = 1.2, 0.05, 0.14, 0.3
 _MOST_NAME = 40  # characters of a value
@@ -44,12 +45,15 @@ class Tile:
 
     @property
     def caption(self) -> str:
-        return f"{self.seq}:{self.row}"
+        return str(RowId(self.seq, self.row))
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of one value of the column grouped by, or all; some of them have pictures."""
+    """Rows of one value of the column grouped by, or all; some of them have pictures.
+
+    `value` is empty where nothing is grouped by, but says how many rows that were asked for have left.
+    """
 
     value: str
     rows: int
@@ -91,7 +95,9 @@ class Gallery:
 
     def _name(self, group: Group) -> str:
         rows = format_count(group.rows, "row")
-        return rows if self.by is None else f"{self.by} = {shorten(group.value, _MOST_NAME)}: {rows}"
+        if self.by is None:
+            return f"{rows}; {group.value}" if group.value else rows
+        return f"{self.by} = {shorten(group.value, _MOST_NAME)}: {rows}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as an HTML file that needs nothing else."""
@@ -101,7 +107,7 @@ class Gallery:
         """The same as a matplotlib figure, for `figure.savefig("gallery.png")`."""
         from matplotlib.figure import Figure  # 0.3 s that a notebook does not need
 
-        columns = min(_COLUMNS, max(len(group.tiles) for group in self.groups))
+        columns = min(_COLUMNS, max(1, *(len(group.tiles) for group in self.groups)))
         lines = [-(-len(group.tiles) // columns) for group in self.groups]
         width = columns * _TILE_INCHES
         height = sum(lines) * (_TILE_INCHES + _CAPTION_INCHES) + len(lines) * _NAME_INCHES
@@ -120,48 +126,74 @@ class Gallery:
 
 
 def gallery(
-    cache: HasStore | str | os.PathLike[str],
+    cache: AnyCache,
     column: str,
     n: int = 24,
     by: str | None = None,
     seed: int = 0,
     values: int = 12,
     size: int = 96,
+    rows: object = None,
 ) -> Gallery:
-    """Draw random rows of a column.
+    """Draw random rows of a column, or these.
 
     Args:
         cache: a Cache, or the path of one.
         column: which; of tensors, ragged or not, text or bytes.
-        n: how many pictures at most.
+        n: how many pictures at most, of random rows.
         by: a column of one value a row: the pictures are divided among its values.
         seed: of the choice of rows.
         values: how many of the values of `by` are shown at most, those with the most rows.
         size: pixels of a picture's longer side.
+        rows: draw these, in this order: ids as of `rows`, such as a DataFrame of a query. Those that have
+            left the cache are counted in the gallery, without a picture.
     Blocks: while the rows are read, one by one, and all of `by`. The rows are leased no longer.
-    Raises: ValueError: an unknown column, one without pictures, one with too many values to group by, or
-        no row is there. FileNotFoundError: no cache. CorruptSegmentError: a damaged segment, which was
+    Raises: ValueError: an unknown column, one without pictures, one with too many values to group by, no
+        row is there, both `rows` and `by`, more than 1,000 `rows`. MissingSegmentsError: all of these left
+        the cache. FileNotFoundError: no cache. CorruptSegmentError: a damaged segment, which was
         quarantined: call it again.
     """
     store = store_of(cache)
     schema = store.settings.schema
     _require_drawable(schema, column)
     n, values = parse_count(n, "n", most=_MOST_PICTURES), parse_count(values, "values")
-    rng = np.random.default_rng(parse_count(seed, "seed", least=0, most=None))
+    seed = parse_count(seed, "seed", least=0, most=None)
+    asked = None if rows is None else _asked(rows, by)
+    by_value = [] if by is None else _choose_by(cache, schema, by, n, values, seed)
     with Snapshot.take(store) as snapshot:
         if not len(snapshot):
             raise ValueError(f"{store.folder.path} has no rows yet: start its samplers, then look again")
-        if by is None:
+        if asked is not None:
+            places = snapshot.positions(asked, "skip").tolist()
+            if not places:
+                snapshot.positions(asked)  # says what is known of them
+            left = len(asked) - len(places)
+            chosen = [(f"{format_count(left, 'row')} left the cache" if left else "", len(places), places)]
+        elif by is None:
+            rng = np.random.default_rng(seed)
             ids = rng.choice(len(snapshot), min(n, len(snapshot)), replace=False, shuffle=False)
             chosen = [("", len(snapshot), sorted(ids.tolist()))]
         else:
-            chosen = _choose_by(snapshot, schema, by, n, values, rng)
+            chosen = [
+                (value, count, sorted(snapshot.positions(drawn, "skip").tolist()))
+                for value, count, drawn in by_value
+            ]
         groups = [
-            Group(value, rows, tuple(_tile(snapshot, schema[column], column, i, size) for i in rows_drawn))
-            for value, rows, rows_drawn in chosen
+            Group(value, count, tuple(_tile(snapshot, schema[column], column, i, size) for i in drawn))
+            for value, count, drawn in chosen
         ]
     grouped = "" if by is None else f" by {by}"
     return Gallery(f"{column}{grouped} of {store.folder.path}", by, groups, size)
+
+
+def _asked(rows: object, by: str | None) -> NDArray[np.int64]:
+    asked = row_ids(rows)
+    if by is not None:
+        raise ValueError("rows= are shown in their order, and by= groups random ones: give one of the two")
+    if not 0 < len(asked) <= _MOST_PICTURES:
+        count = format_count(len(asked), "row")
+        raise ValueError(f"rows= names {count}: a gallery shows 1 to {_MOST_PICTURES:,}")
+    return asked
 
 
 def _require_drawable(schema: Schema, column: str) -> None:
@@ -178,9 +210,11 @@ def _is_single(kind: FieldType) -> bool:
 
 
 def _choose_by(
-    snapshot: Snapshot, schema: Schema, by: str, n: int, values: int, rng: np.random.Generator
-) -> list[tuple[str, int, list[int]]]:
-    """The most frequent values of a column, how many rows have them, and some of those."""
+    cache: AnyCache, schema: Schema, by: str, n: int, values: int, seed: int
+) -> list[tuple[str, int, NDArray[np.int64]]]:
+    """The most frequent values of a column, how many rows have them, and the ids of some of those."""
+    from arrowcache.explore.query import TABLE, column_in_sql, sql  # DuckDB, for those who group
+
     schema.select([by])
     if isinstance(schema[by], Ragged | Binary) or not (
         _is_single(schema[by]) or isinstance(schema[by], String)
@@ -188,62 +222,21 @@ def _choose_by(
         one = [name for name, kind in schema.items() if _is_single(kind) or isinstance(kind, String)]
         others = f": take one of {', '.join(one)}" if one else ""
         raise ValueError(f"by={by!r} is a column of arrays, not of one value a row{others}")
-    counts: Counter[Hashable] = Counter()
-    kept: dict[Hashable, _Kept] = {}
-    for first in range(0, len(snapshot), _ROWS_A_LOOK):
-        ids = np.arange(first, min(first + _ROWS_A_LOOK, len(snapshot)))
-        found, which = _values(snapshot, by, schema[by], ids)
-        lots = rng.random(len(ids))
-        order = np.lexsort((lots, which))
-        ends = np.cumsum(np.bincount(which, minlength=len(found))).tolist()
-        for value, start, stop in zip(found, [0, *ends], ends, strict=False):
-            counts[value] += stop - start
-            drawn = order[start : min(stop, start + n)]
-            kept[value] = kept.get(value, _Kept.none()).merged(_Kept(lots[drawn], ids[drawn]), n)
-        if len(counts) > _MOST_VALUES:
-            raise ValueError(f"by={by!r} has over {_MOST_VALUES} different values: group by one of few")
-    ranked = sorted(counts, key=lambda value: (-counts[value], str(value)))[: min(values, n)]
-    share = max(1, n // len(ranked))
-    return [(str(value), counts[value], sorted(kept[value].ids[:share].tolist())) for value in ranked]
-
-
-class _Kept(NamedTuple):
-    """Rows of one value, those of the lowest lots so far: a fair draw, however many there are."""
-
-    lots: NDArray[np.float64]
-    ids: NDArray[np.int64]
-
-    @classmethod
-    def none(cls) -> _Kept:
-        return cls(np.empty(0), np.empty(0, np.int64))
-
-    def merged(self, other: _Kept, n: int) -> _Kept:
-        lots, ids = (np.concatenate(pair) for pair in zip(self, other, strict=True))
-        first = np.argsort(lots)[:n]
-        return _Kept(lots[first], ids[first])
-
-
-def _values(
-    snapshot: Snapshot, name: str, kind: FieldType, ids: NDArray[np.int64]
-) -> tuple[list[Hashable], NDArray[np.int64]]:
-    """The different values of some rows, and which of them each row has."""
-    values = snapshot.gather(ids, [name])[name]
-    if isinstance(values, list):
-        found = sorted(set(values))
-        at = {value: number for number, value in enumerate(found)}
-        return found, np.fromiter(map(at.__getitem__, values), np.int64, len(values))
-    numbers = np.asarray(values)
-    if not isinstance(kind, Timestamp):
-        numbers = plain(numbers, getattr(kind, "dtype", ""))
-    different, which = np.unique(numbers, return_inverse=True)
-    return [_name(value) for value in different.tolist()], which
-
-
-def _name(value: Any) -> Hashable:
-    """What stands for a value in the next look, too: one NaN equals no other."""
-    if value is None:
-        return "NaT"
-    return "NaN" if value != value else value
+    column = column_in_sql(schema, by)
+    found = sql(
+        cache,
+        f"select {column} as value, count(*) as rows, "
+        f"arg_min(_seq || ':' || _row, hash(_seq, _row, '{seed}'), {n}) as drawn from {TABLE} "
+        f"group by {column} order by rows desc, value limit {_MOST_VALUES + 1}",
+    )
+    if len(found) > _MOST_VALUES:
+        raise ValueError(f"by={by!r} has over {_MOST_VALUES} different values: group by one of few")
+    share = max(1, n // max(1, min(values, n, len(found))))
+    ranked = found.head(min(values, n)).itertuples(index=False, name=None)
+    return [
+        ("NaN" if value != value and value is not pd.NaT else str(value), rows, row_ids(drawn[:share]))
+        for value, rows, drawn in ranked
+    ]
 
 
 def _tile(snapshot: Snapshot, kind: FieldType, column: str, row_id: int, size: int) -> Tile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,12 +18,14 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
+from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor
+from arrowcache.explore.shown import Rows
 from arrowcache.explore.traceback import keeps_nothing
 from arrowcache.explore.walk import AnyCache, buffers_of
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import will_need, will_read_on
 from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import ID_COLUMNS
 
 TABLE = "cache"
 _FILES = "_cache_files"
@@ -44,6 +46,17 @@ create temp macro _half(bits, digits, exponents) as (
       end)::float
 """
 _HALVES = {"float16": (10, 31), "bfloat16": (7, 255)}  # digits of the mantissa, highest exponent
+_OF_ELEMENTS = {
+    "t_mean": "list_avg({0})",
+    "t_min": "list_min({0})",
+    "t_max": "list_max({0})",
+    "t_std": "list_stddev_pop({0})",
+    "t_norm": "sqrt(list_inner_product({0}::double[], {0}::double[]))",
+}
+_MEANT = {"avg": "t_mean", "mean": "t_mean", "min": "t_min", "max": "t_max"}
+_MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
+_FOR_NUMBERS = "|".join([*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS])
+_RUN = 1 << 16  # rows that `_row` counts by one array; longer segments take several runs
 _MOST_NAMED = 20
 _SMALL_BYTES = 4 << 20
 
@@ -57,7 +70,21 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has both, the
     second is "Label_1". The query sees no file, no variable and no network.
 
-    Returns: the result, in memory; a nested array as an ndarray of its shape.
+    Each row also has its id, `_seq` and `_row`, as in `to_pandas`: `select *` begins with them, and
+    `rows`, `gallery` and all that takes ids take a result that has both. Not named, they cost nothing.
+
+    Of the elements of a tensor, or of a row of a ragged column, these are one number:
+
+        select avg(t_mean(image)) from cache                    the mean of all pixels
+        select _seq, _row from cache where t_min(image) < 0     the images with a negative one
+        select _seq, _row, image from cache order by t_max(image) desc limit 5
+        select _seq, _row from cache where t_std(image) = 0     the population's: images all of one color
+        select label, max(t_norm(signal)) from cache group by label      the square root of the sum of squares
+
+    bool counts as 0 and 1. NaN is the largest number, and of others the mean is NaN; of no element all are
+    NULL, but the norm, 0. Of complex elements only the norm is one; the others are refused.
+
+    Returns: the result, in memory; a nested array as an ndarray of its shape, a picture in a notebook.
     Blocks: while it runs. Until then every segment is leased: of a full cache samplers wait so long. Pages
         of columns that the query does not name are not read, but for the few that say where each column
         lies.
@@ -69,9 +96,11 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     store = store_of(cache)
     schema = store.settings.schema
     names = _told_apart(schema)
+    _require_numbers(query, schema, names)
     with Snapshot.take(store) as snapshot:
         batches = list(snapshot.record_batches())
         table = _readable(pa.Table.from_batches(batches) if batches else snapshot.table(), schema, names)
+        table = _with_ids(table, snapshot)
     for name in _named(query, schema):
         for batch in batches:
             _announce(batch.column(name))
@@ -79,7 +108,14 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         connection.execute(_MACRO)
         connection.register(_FILES, table)
         columns = ", ".join(_column(name, kind) for name, kind in zip(names, schema.values(), strict=True))
-        connection.execute(f'create temp view {TABLE} as select {columns} from "{_FILES}"')
+        ids = '"_seq", "_row" + "_age_seconds" as "_row"'  # see _with_ids
+        connection.execute(f'create temp view {TABLE} as select {ids}, {columns} from "{_FILES}"')
+        view = connection.table(TABLE)
+        types = dict(
+            zip(view.columns[len(ID_COLUMNS) :], map(str, view.types[len(ID_COLUMNS) :]), strict=True)
+        )
+        if any(macro in query.lower() for macro in _OF_ELEMENTS):
+            connection.execute(_macros(types, schema))
         try:
             result = connection.sql(query)
             if result is None:
@@ -89,13 +125,98 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
                 for name, kind in zip(result.columns, result.types, strict=True)
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
             }
-            frame: pd.DataFrame = result.df()
+            found = dict(zip(result.columns, map(str, result.types), strict=True))
+            frame = Rows(result.df())
         except duckdb.Error as error:
-            raise ValueError(_sentence(str(error), names)) from None
+            raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names])) from None
     for name, shape in nested.items():
         if list(frame.columns).count(name) == 1:
             frame[name] = pd.Series([_stacked(value, shape) for value in frame[name]], dtype=object)
+    frame.kinds = {
+        name: kind
+        for name, kind in zip(names, schema.values(), strict=True)
+        if found.get(name) == types[name] and not _is_complex(kind)  # which is pairs here
+    }
     return frame
+
+
+def _with_ids(table: pa.Table, snapshot: Snapshot) -> pa.Table:
+    """Add what the view makes ids of. It takes some bytes a segment, and some hundred thousand in all.
+
+    `_seq` and `_age_seconds` are runs of one number each. `_row` counts from 0 in each run, by one array that
+    all share, and the run begins at row `_age_seconds` of its segment: a name that no column has.
+    """
+    rows = snapshot.segment_rows
+    runs = -(-rows // _RUN)
+    starts = (np.arange(runs.sum()) - np.repeat(np.cumsum(runs) - runs, runs)) * _RUN
+    sizes = np.minimum(_RUN, np.repeat(rows, runs) - starts)
+    count = pa.array(np.arange(sizes.max(initial=0), dtype=np.uint16))
+    counts = {size: count.slice(0, size) for size in set(sizes.tolist())}
+    ends = pa.array(np.cumsum(sizes), pa.int64())
+    seqs, starts = (pa.array(values, pa.int64()) for values in (np.repeat(snapshot.seqs, runs), starts))
+    for name, column in (
+        ("_seq", pa.RunEndEncodedArray.from_arrays(ends, seqs)),
+        ("_row", pa.chunked_array([counts[size] for size in sizes.tolist()], pa.uint16())),
+        ("_age_seconds", pa.RunEndEncodedArray.from_arrays(ends, starts)),
+    ):
+        table = table.append_column(name, column)
+    return table
+
+
+def _macros(types: Mapping[str, str], schema: Schema) -> str:
+    """The macros of elements, for each type of number that a column has and as many axes, and for doubles."""
+    kinds = zip(types.values(), schema.values(), strict=True)
+    shown = [kind for kind, logical in kinds if isinstance(logical, Tensor | Ragged)]
+    deepest = max((kind.count("[") for kind in shown), default=1)
+    bases = sorted({"DOUBLE", *(kind.partition("[")[0] for kind in shown)})
+    made = []
+    for name, of_list in _OF_ELEMENTS.items():
+        overloads = []
+        for base in bases:
+            for depth in range(deepest + 1):
+                flat = "x" if depth else "[x]"
+                for _ in range(depth - 1):
+                    flat = f"flatten({flat})"
+                if base == "BOOLEAN":
+                    flat += "::utinyint[]"
+                overloads.append(f"(x {base}{'[]' * depth}) as {of_list.format(flat)}")
+        made.append(f"create temp macro {name}{', '.join(overloads)};")
+    return "".join(made)
+
+
+def _require_numbers(query: str, schema: Schema, names: Sequence[str]) -> None:
+    """Refuse what is asked of tensors as if they were one number, which DuckDB would compare as lists.
+
+    Raises: ValueError: names the function, the column, and what was meant.
+    """
+    kinds = {_folded(name): kind for name, kind in zip(names, schema.values(), strict=True)}
+    for call in re.finditer(
+        rf'\b({_FOR_NUMBERS})\s*\(\s*(?:{TABLE}\.)?("(?:[^"]|"")+"|\w+)\s*\)', query, re.IGNORECASE
+    ):
+        function, column = call[1].lower(), call[2]
+        name = column[1:-1].replace('""', '"') if column.startswith('"') else column
+        kind = kinds.get(_folded(name))
+        if re.search(rf'\bas\s+"?{re.escape(name)}\b', query, re.IGNORECASE):
+            continue  # it may stand for another
+        if not (isinstance(kind, Ragged) or (isinstance(kind, Tensor) and (kind.shape or _is_complex(kind)))):
+            continue
+        if function not in _OF_ELEMENTS:
+            meant = _MEANT.get(function)
+            ways = f"{meant}({column})" if meant else f"{', '.join(_OF_ELEMENTS)} of it"
+            raise ValueError(
+                f"{function}({column}) is of one number a row, and {name!r} has many a row: "
+                f"of its elements there {'is' if meant else 'are'} {ways}, such as in "
+                f"select avg({meant or 't_mean'}({column})) from {TABLE}"
+            )
+        if _is_complex(kind) and function != "t_norm":
+            raise ValueError(
+                f"{function}({column}) would mix real and imaginary parts, since {name!r} is complex: "
+                f"t_norm({column}) is its norm, and {column}[...][1] the real part of an element"
+            )
+
+
+def _is_complex(kind: FieldType | None) -> bool:
+    return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith("complex")
 
 
 def _named(query: str, schema: Schema) -> list[str]:
@@ -113,9 +234,12 @@ def _announce(column: pa.Array) -> None:
 
 
 def _told_apart(schema: Schema) -> list[str]:
-    """The columns' names in SQL, where "a" is "A": the second of such is A_1, or the next that is free."""
-    taken = {_folded(name) for name in schema}
-    seen: set[bytes] = set()
+    """The columns' names in SQL, where "a" is "A": the second of such is A_1, or the next that is free.
+
+    The names that ids have come first.
+    """
+    seen = {_folded(name) for name in RESERVED_NAMES}
+    taken = seen | {_folded(name) for name in schema}
     names = []
     for name in schema:
         if _folded(name) in seen:
@@ -125,6 +249,11 @@ def _told_apart(schema: Schema) -> list[str]:
         seen.add(_folded(name))
         names.append(name)
     return names
+
+
+def column_in_sql(schema: Schema, name: str) -> str:
+    """A column as a query names it, quoted."""
+    return _quoted(_told_apart(schema)[list(schema).index(name)])
 
 
 def _folded(name: str) -> bytes:
@@ -202,5 +331,7 @@ def _sentence(message: str, columns: Sequence[str]) -> str:
     names = [TABLE, *columns]
     meant = get_close_matches(name, names) if name not in names else []
     hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    if re.search(r"'[^']+\([^']*\]", what):  # a function of a nested type
+        hint += f"; of the elements of a tensor there are {', '.join(_OF_ELEMENTS)}"
     shown = [*columns[:_MOST_NAMED], *["..."] * (len(columns) > _MOST_NAMED)]
     return f"the query failed: {what}{hint} (the table {TABLE} has the columns {', '.join(shown)})"

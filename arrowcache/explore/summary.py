@@ -23,12 +23,13 @@ from arrowcache.explore.traceback import keeps_nothing
 from arrowcache.explore.walk import AnyCache, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import RowId
 from arrowcache.units import parse_count
 
 MOST_DISTINCT = 10_000
 _DTYPES = {"count": "int64"}
 _DTYPES |= dict.fromkeys(("distinct", "shortest", "longest"), "Int64")
-_DTYPES |= dict.fromkeys(("min", "max", "histogram"), "object")  # each as it is
+_DTYPES |= dict.fromkeys(("min", "max", "min_row", "max_row", "histogram"), "object")  # each as it is
 _MOST_BINS = 64
 _MOST_THREADS = 4
 _PIECE = 1 << 21  # numbers that a thread is given at a time
@@ -50,6 +51,7 @@ def describe(
         count       how many values, NaN and NaT included
         nan         the share of them that is NaN or NaT
         min, max    of the others, infinity included; exact integers
+        min_row, max_row   ids of the oldest rows that have them, as texts "seq:row" for `rows` and `gallery`
         mean, std   of the others; the population's standard deviation
         distinct    different values of text, bytes, integers and bool; NA beyond 10,000, and where none are
                     counted: floats, tensors
@@ -72,9 +74,9 @@ def describe(
     bins = parse_count(bins, "bins", most=_MOST_BINS)
     summaries = {name: _Summary(schema[name]) for name in names}
     with Snapshot.take(store) as snapshot, describing_threads() as pool:
-        for _, batch in walk(snapshot, names, "describing", progress):
+        for segment, batch in walk(snapshot, names, "describing", progress):
             for name, summary in summaries.items():
-                summary.add(batch.column(name), pool)
+                summary.add(batch.column(name), pool, segment.seq)
             del batch
     rows = [summary.row(bins) for summary in summaries.values()]
     index = pd.Index(names, name="column")
@@ -114,20 +116,54 @@ def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
     return found
 
 
+def _row_of(value: float, column: pa.Array, kind: FieldType) -> int:
+    """The first row of a segment with this number, which its distribution has counted.
+
+    Magnitudes of complex numbers may be rounded otherwise than when they were counted: the nearest is it.
+    """
+    values = numbers(column, kind)
+    least, at = np.inf, 0
+    for start in range(0, len(values), _CONVERTED):
+        some = real(values[start : start + _CONVERTED], kind)
+        some = some.view(np.int64) if some.dtype.kind == "M" else some
+        equal = some == value
+        if equal.any():
+            at = start + int(equal.argmax())
+            break
+        if is_copied(kind):
+            with np.errstate(invalid="ignore"):
+                distance = np.nan_to_num(np.abs(some - value), nan=np.inf)
+            if distance.min() < least:
+                least, at = float(distance.min()), start + int(distance.argmin())
+    if isinstance(kind, Ragged):
+        ends = np.cumsum(lengths(column, kind))
+        return int(ends.searchsorted(at * int(ends[-1]) // len(values), side="right"))
+    return at * len(column) // len(values)
+
+
 class _Summary:
     """What was seen of one column."""
 
     def __init__(self, kind: FieldType) -> None:
         self._kind = kind
         self._values = Distribution()
+        self._low_id: RowId | None = None  # of the first row with the least value
+        self._high_id: RowId | None = None
         self._lengths = Distribution() if isinstance(kind, Ragged) else None
         is_countable = isinstance(kind, String | Binary) or (
             isinstance(kind, Tensor) and not kind.shape and kind.dtype.startswith(("bool", "int", "uint"))
         )
         self._distinct: set[Any] | None = set() if is_countable else None
 
-    def add(self, column: pa.Array, pool: ThreadPoolExecutor) -> None:
+    def add(self, column: pa.Array, pool: ThreadPoolExecutor, seq: int) -> None:
+        before = self._values.low, self._values.high
         self._values.merge(distribution_of(column, self._kind, pool))
+        if not isinstance(self._kind, String | Binary):
+            low, high = self._values.low, self._values.high
+            if low is not None and low != before[0]:
+                self._low_id = RowId(seq, _row_of(low, column, self._kind))
+            if high is not None and high != before[1]:
+                self._high_id = RowId(seq, _row_of(high, column, self._kind))
         if self._lengths is not None:
             assert isinstance(self._kind, Ragged)
             self._lengths.add(lengths(column, self._kind))
@@ -155,6 +191,8 @@ class _Summary:
             "nan": values.nans / values.count if values.count else np.nan,
             "min": None if is_text else values.low,
             "max": None if is_text else values.high,
+            "min_row": None if self._low_id is None else str(self._low_id),
+            "max_row": None if self._high_id is None else str(self._high_id),
             "mean": np.nan if is_text else values.mean,
             "std": np.nan if is_text else values.std,
             "distinct": None if self._distinct is None else len(self._distinct),

@@ -43,6 +43,7 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
 from arrowcache.storage.overview import timeline
+from arrowcache.storage.row_ids import RowId, gone
 from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
@@ -385,6 +386,31 @@ class Snapshot(Shown, Closable):
             "_row": ids - self._starts[segments],
             "_age_seconds": now - self._published[segments],
         }
+
+    def positions(self, ids: NDArray[np.int64], missing: str = "raise") -> NDArray[np.int64]:
+        """Return the positions of rows (n, 2) that are named by `_seq` and `_row`; `locate` is the other way.
+
+        Args:
+            missing: of rows whose segments are not in the snapshot, "raise" or "skip", which leaves them out.
+        Raises: MissingSegmentsError: a row's segment is not there. IndexError: a row that never was.
+        """
+        if missing not in ("raise", "skip"):
+            raise ValueError(f"missing={missing!r} must be 'raise' or 'skip'")
+        seqs, rows = ids[:, 0], ids[:, 1]
+        segments = self._seqs.searchsorted(seqs)
+        is_there = np.append(self._seqs, -1)[segments] == seqs
+        starts = self._starts[segments]
+        is_outside = is_there & (rows >= np.append(self._starts, 0)[segments + 1] - starts)
+        if (bad := np.flatnonzero(is_outside | (~is_there & (seqs >= self.next_seq)))).size:
+            at = int(bad[0])
+            why = f"no segment has this number yet: the next one gets {self.next_seq}"
+            if is_there[at]:
+                why = f"its segment has {format_count(self._segments[segments[at]].rows, 'row')}, from 0 on"
+            raise IndexError(f"row {RowId(*ids[at].tolist())} (ids[{at}]) never was in the cache: {why}")
+        if missing == "raise" and not is_there.all():
+            raise gone(ids, is_there, self._segments)
+        found: NDArray[np.int64] = (starts + rows)[is_there]
+        return found
 
     def published(self, ids: NDArray[np.int64]) -> float:
         """Return the mean time at which rows were published, in seconds since 1970."""

@@ -42,8 +42,8 @@ FRAMEWORKS = {
 PUBLIC = [
     "ArrowCacheError", "Binary", "Cache", "CacheFormatError", "CacheFullError", "CacheStats",
     "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError",
-    "MissingSegmentsError", "Pace", "PoolStats",
-    "Problem", "Ragged", "Rows", "SamplerError", "SamplerPool", "Schema", "SchemaError", "SegmentInfo",
+    "MissingSegmentsError", "Pace", "PoolStats", "Problem", "Ragged", "RowId",
+    "Rows", "SamplerError", "SamplerPool", "Schema", "SchemaError", "SegmentInfo",
     "Snapshot", "String", "Tensor", "Timestamp", "Values", "WorkerError", "Writer",
 ]  # fmt: skip
 

@@ -60,7 +60,7 @@ def test_rows_that_are_the_same_are_found_wherever_they_are(tmp_path, columns):
             wanted.append((place // 10, place % 10, at // 10, at % 10))
         first.setdefault(value, place)
     found = duplicates(cache, columns)
-    assert list(found.columns) == ["seq", "row", "first_seq", "first_row"]
+    assert list(found.columns) == ["_seq", "_row", "first_seq", "first_row"]
     assert list(found.itertuples(index=False, name=None)) == wanted
     assert (found.dtypes == np.int64).all()
 
@@ -69,7 +69,7 @@ def test_values_do_not_run_into_their_neighbours(tmp_path):
     schema = ac.Schema({"a": ac.String(), "b": ac.String()})
     rows = [{"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}, {"a": "abc", "b": ""}, {"a": "ab", "b": "c"}]
     found = duplicates(rows_of(tmp_path / "c", rows, schema))
-    assert found["row"].tolist() == [3]
+    assert found["_row"].tolist() == [3]
     assert found["first_row"].tolist() == [0]
 
 
@@ -77,13 +77,13 @@ def test_values_do_not_run_into_their_neighbours(tmp_path):
 def test_a_column_without_any_data_is_the_same_in_all_rows(tmp_path, missing):
     empty = {"name": "", "data": b"", "points": np.zeros((0, 2), np.int16)}[missing]
     cache = rows_of(tmp_path / "c", [{"v": empty}] * 3, ac.Schema({"v": WIDE[missing]}))
-    assert duplicates(cache)["row"].tolist() == [1, 2]
+    assert duplicates(cache)["_row"].tolist() == [1, 2]
 
 
 def test_an_empty_cache_has_no_duplicates(tmp_path):
     found = duplicates(rows_of(tmp_path / "c", []))
     assert len(found) == 0
-    assert list(found.columns) == ["seq", "row", "first_seq", "first_row"]
+    assert list(found.columns) == ["_seq", "_row", "first_seq", "first_row"]
 
 
 def test_looking_for_duplicates_lets_samplers_go_on(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def test_head_is_the_oldest_rows(cache):
     frame = head(cache, 20)
     assert isinstance(frame, pd.DataFrame)
     assert frame["id"].tolist() == list(range(20))
-    assert list(frame.columns) == ["id", "image"]
+    assert list(frame.columns) == ["_seq", "_row", "id", "image"]
     assert list(frame.index) == list(range(20))
     for number in (0, 19):
         np.testing.assert_array_equal(frame["image"][number], row_of(number)["image"])
@@ -130,7 +130,8 @@ def test_columns_and_limit_choose(cache):
 def test_an_empty_cache_has_columns_of_the_right_types(tmp_path):
     with ac.Cache.create(tmp_path / "empty", EVERY_TYPE, capacity="4MiB", segment_bytes="256KiB") as cache:
         frame, drawn, frame_of_polars = head(cache), sample(cache), to_polars(cache)
-    assert list(frame.columns) == list(drawn.columns) == frame_of_polars.columns == list(EVERY_TYPE)
+    assert list(frame.columns) == list(drawn.columns) == frame_of_polars.columns
+    assert list(frame.columns) == ["_seq", "_row", *EVERY_TYPE]
     assert len(frame) == len(drawn) == len(frame_of_polars) == 0
     assert str(frame["when"].dtype) == "datetime64[us, UTC]"
     assert frame["scalar_int8"].dtype == np.int8

@@ -120,7 +120,9 @@ def test_what_cannot_be_seen_says_so(cache):
 def test_a_frame_of_every_type_is_whole_and_small(varied):
     markup = explore.to_pandas(varied)._repr_html_()
     drawn = seen(markup)
-    assert drawn.tags.count("td") == len(EVERY_TYPE) * len(explore.to_pandas(varied, ["id"]))
+    assert drawn.tags.count("td") == len(["_seq", "_row", *EVERY_TYPE]) * len(
+        explore.to_pandas(varied, ["id"])
+    )
     assert "cannot be drawn" not in markup
 
 

@@ -103,9 +103,7 @@ def test_the_seed_alone_decides_which_rows(cache):
         ("at", {"NaT": 50, "2024-02-29 00:00:00": 50}),
     ],
 )
-@pytest.mark.parametrize("looks", [1 << 20, 7])
-def test_rows_are_grouped_by_a_columns_values_and_counted(cache, monkeypatch, by, expected, looks):
-    monkeypatch.setattr(gallery_module, "_ROWS_A_LOOK", looks)
+def test_rows_are_grouped_by_a_columns_values_and_counted(cache, by, expected):
     made = gallery(cache, "image", n=12, by=by)
     assert {group.value: group.rows for group in made.groups} == expected
     assert [group.rows for group in made.groups] == sorted(expected.values(), reverse=True)
@@ -117,8 +115,7 @@ def test_rows_are_grouped_by_a_columns_values_and_counted(cache, monkeypatch, by
     assert seen(made._repr_html_()).tags.count("img") == len(tiles(made))
 
 
-def test_each_row_of_a_value_is_as_likely_drawn_wherever_it_is(cache, monkeypatch):
-    monkeypatch.setattr(gallery_module, "_ROWS_A_LOOK", 50)
+def test_each_row_of_a_value_is_as_likely_drawn_wherever_it_is(cache):
     times = Counter(
         number
         for seed in range(40)

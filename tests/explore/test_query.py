@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from every_type import every_type
 from helpers import EVERY_TYPE, make_cache, publish, segment_files, seqs, wait_until
+from helpers import sample as row_of
 from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
 from arrowcache import explore
 from arrowcache.explore.numbers import bfloat16_values
 
+pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
 pytest.importorskip("duckdb", reason="the extra 'explore' is not installed")
 sql = explore.sql
 
@@ -74,7 +76,9 @@ def test_halves_are_numbers_also_at_their_ends(tmp_path):
 def test_an_empty_cache_has_its_table(tmp_path):
     with ac.Cache.create(tmp_path / "c", EVERY_TYPE, capacity="4MiB", segment_bytes="256KiB") as cache:
         assert sql(cache, "select count(*) as n from cache")["n"].tolist() == [0]
-        assert list(sql(cache, "select * from cache").columns) == list(EVERY_TYPE)
+        frame = sql(cache, "select * from cache")
+    assert list(frame.columns) == ["_seq", "_row", *EVERY_TYPE]
+    assert frame.dtypes["_seq"] == frame.dtypes["_row"] == np.int64
 
 
 def test_odd_names_are_quoted(tmp_path):
@@ -92,7 +96,8 @@ def test_names_that_differ_in_case_are_columns_of_their_own(tmp_path):
     with ac.Cache.create(tmp_path / "c", schema, capacity="4MiB", segment_bytes="256KiB") as cache:
         with cache.writer() as writer:
             writer.append({"id": 1, "ID": 2, "id_1": 3})
-        assert sql(cache, "select * from cache").iloc[0].to_dict() == {"id": 1, "ID_2": 2, "id_1": 3}
+        found = sql(cache, "select * exclude (_seq, _row) from cache").iloc[0]
+        assert found.to_dict() == {"id": 1, "ID_2": 2, "id_1": 3}
         assert sql(cache, "select id_2 as it from cache")["it"].tolist() == [2]
         with pytest.raises(ValueError, match="did you mean ID_2"):
             sql(cache, "select ID_3 from cache")
@@ -192,3 +197,98 @@ def test_a_group_by_reads_the_pages_of_its_column_only(tmp_path):
     total = sum(path.stat().st_size for path in files)
     assert few < total / 100
     assert many > total / 2  # so it can be told
+
+
+def test_rows_of_long_segments_and_columns_named_almost_like_ids_keep_their_ids(tmp_path):
+    rows, names = 150_000, ("_SEQ", "_Row", "_age_SECONDS")
+    with ac.Cache.create(
+        tmp_path / "c", dict.fromkeys(names, ac.Tensor("int32")), capacity="64MiB", segment_bytes="4MiB"
+    ) as cache:
+        for first in (0, rows):
+            with cache.writer() as writer:
+                writer.extend(dict.fromkeys(names, np.arange(first, first + rows, dtype=np.int32)))
+        assert len(seqs(cache)) == 2
+        frame = sql(cache, "select * from cache")
+        assert list(frame.columns) == ["_seq", "_row", "_SEQ_1", "_Row_1", "_age_SECONDS_1"]
+        assert (frame["_seq"] * rows + frame["_row"] == frame["_SEQ_1"]).all()
+        asked = f"select _Row_1 from cache where _seq = 1 and _row in (3, 65536, {rows - 1})"
+        assert sql(cache, asked)["_Row_1"].tolist() == [rows + 3, rows + 65536, 2 * rows - 1]
+
+
+OF_ELEMENTS = {
+    "t_mean": np.mean,
+    "t_min": np.min,
+    "t_max": np.max,
+    "t_std": np.std,
+    "t_norm": lambda a: np.sqrt((a * a).sum()),
+}
+NUMBERS = [n for n, kind in EVERY_TYPE.items() if isinstance(kind, ac.Tensor | ac.Ragged)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NUMBERS)
+def test_elements_of_every_type_become_one_number(varied, name):
+    kind = EVERY_TYPE[name]
+    is_complex = kind.dtype.startswith("complex")
+    macros = ["t_norm"] if is_complex else list(OF_ELEMENTS)
+    asked = ", ".join(f'{macro}("{name}") as {macro}' for macro in macros)
+    frame = sql(varied, f"select {asked} from cache")
+    for macro in macros:
+        for found, value in zip(frame[macro], every_type()[name], strict=True):
+            numbers = np.abs(value) if is_complex else value
+            if kind.dtype == "bfloat16":
+                numbers = bfloat16_values(np.asarray(value))
+            numbers = np.asarray(numbers).astype(np.float64)
+            if np.isfinite(numbers).all() and numbers.size:
+                wanted = OF_ELEMENTS[macro](numbers)
+                assert float(found) == pytest.approx(wanted, rel=1e-6, abs=1e-6 * np.abs(numbers).max())
+            elif not numbers.size:
+                assert found == 0 if macro == "t_norm" else pd.isna(found)
+
+
+def test_elements_are_asked_of_parts_results_and_any_case(cache):
+    frame = sql(
+        cache,
+        "select T_Mean(image[2]) as part, t_max([2 * x for x in image[1]]) as twice, t_mean(id) as itself, "
+        "t_min(renamed) as low from (select *, image as renamed from cache) where id = 5",
+    )
+    image = row_of(5)["image"]
+    assert frame.iloc[0].tolist() == [image[1].mean(), 2 * image[0].max(), 5, image.min()]
+    brightest = sql(cache, "select id from cache where t_mean(image) > 100 order by t_mean(image) limit 1")
+    assert brightest["id"].tolist() == [row for row in range(64) if row_of(row)["image"].mean() > 100][:1]
+
+
+def test_a_name_that_stands_for_a_number_is_taken_as_one(cache):
+    assert sql(cache, "select max(image) as m from (select id as image from cache)")["m"].tolist() == [63]
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("select avg(image) from cache", "avg(image) is of one number a row, and 'image' has many"),
+        ("select avg(image) from cache", "select avg(t_mean(image)) from cache"),
+        ('select MAX( cache."image" ) from cache', 't_max("image")'),
+        ("select id from cache order by min(image)", "there is t_min(image)"),
+        ("select stddev(image) from cache", "t_std(image)"),
+        ("select sum(image) from cache", "there are t_mean, t_min, t_max, t_std, t_norm of it"),
+        ("select sqrt(x) from (select image x from cache)", "of the elements of a tensor there are t_mean"),
+        ("select t_mean(wave) from cache", "t_norm(wave) is its norm"),
+        ("select max(wave) from cache", "max(wave)"),
+        ("select t_mean('a') from cache", "t_mean() does not support"),
+    ],
+)
+def test_a_tensor_taken_for_a_number_is_named_with_what_was_meant(tmp_path, query, says):
+    schema = {"image": ac.Tensor("float32", (2, 3)), "id": ac.Tensor("int8"), "wave": ac.Tensor("complex64")}
+    cache = ac.Cache.create(tmp_path / "c", schema, capacity="4MiB", segment_bytes="256KiB")
+    with cache, pytest.raises(ValueError) as raised:
+        sql(cache, query)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_of_a_result_are_pictures_in_a_notebook(cache):
+    frame = sql(cache, "select _seq, _row, image, image as again, encode('abc') as raw from cache limit 3")
+    assert set(frame.kinds) == {"image"}
+    text = frame._repr_html_()
+    assert text.count("<img") == 6
+    assert "3 B of bytes" in text

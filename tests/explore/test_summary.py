@@ -39,6 +39,10 @@ def test_numbers_of_every_type_are_summed_up(varied, name):
     assert row["nan"] == pytest.approx(np.isnan(flat).mean())
     assert row["min"] == pytest.approx(np.nanmin(flat))
     assert row["max"] == pytest.approx(np.nanmax(flat))
+    places = np.repeat(np.arange(ROWS), [np.size(value) for value in values])
+    for which, extreme in (("min_row", np.nanmin(flat)), ("max_row", np.nanmax(flat))):
+        place = places[np.flatnonzero(flat == extreme)[0]]
+        assert row[which] == f"{place // 7}:{place % 7}"  # segments of seven rows
     with np.errstate(all="ignore"):
         assert row["mean"] == pytest.approx(np.nanmean(flat.astype(float)), rel=1e-6, nan_ok=True)
         assert row["std"] == pytest.approx(np.nanstd(flat.astype(float)), rel=1e-5, nan_ok=True)
@@ -147,8 +151,8 @@ def test_samplers_find_room_while_a_cache_is_described(tmp_path, monkeypatch):
     passed = []
 
     class Watched(explore.summary._Summary):
-        def add(self, column, pool):
-            super().add(column, pool)
+        def add(self, column, pool, seq):
+            super().add(column, pool, seq)
             del column
             if passed:
                 publish(cache, segments=1)  # on_full="raise": it finds room, or fails

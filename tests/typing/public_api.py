@@ -109,6 +109,15 @@ def reading(cache: ac.Cache) -> None:
     loader.close()
 
 
+def row_ids() -> None:
+    row = ac.RowId.parse("83:26")
+    assert_type(row, ac.RowId)
+    assert_type(row.seq, int)
+    seq, place = row
+    assert_type((seq, str(row)), tuple[int, str])
+    assert_type(ac.RowId(seq, place).row, int)
+
+
 def sampling(cache: ac.Cache) -> None:
     with ac.SamplerPool(
         cache,

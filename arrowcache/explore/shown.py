@@ -1,0 +1,65 @@
+"""Shown: rows as a DataFrame whose tensors, bytes and text are pictures in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor
+from arrowcache.display import shorten
+from arrowcache.errors import ArrowCacheError, sentence_of
+
+_MOST_TEXT = 200
+
+
+class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type information
+    """A DataFrame that shows tensors, bytes and text small in a notebook; else it is like any other."""
+
+    _metadata = ["kinds"]  # noqa: RUF012  # pandas' own way to have an attribute passed on
+    kinds: Mapping[str, FieldType]
+
+    @property
+    def _constructor(self) -> Callable[..., Rows]:
+        return Rows
+
+    def _repr_html_(self) -> str | None:
+        kinds = getattr(self, "kinds", {})
+        if not pd.get_option("display.notebook_repr_html"):
+            return None
+        names = [html.escape(str(name)) for name in self.columns]
+        shown = self.head(pd.get_option("display.max_rows") or len(self)).set_axis(names, axis=1)
+        formatters = [_formatter(kinds.get(name)) for name in self.columns]
+        text: str = pd.DataFrame(shown).to_html(escape=False, formatters=formatters, border=0)
+        if len(shown) < len(self):
+            text += f"<p>{len(shown)} of {len(self)} rows</p>"
+        return text
+
+
+def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
+    """How the values of a column show in HTML; None: of one that the cache does not have, such as a renamed.
+
+    What has axes, bytes and text are pictures, which are small however large the value is. What cannot be
+    drawn, such as what a user has put there, says so: a table is never half a table.
+    """
+
+    def cell(value: Any) -> str:
+        if not isinstance(value, np.ndarray | bytes | bytearray | str) and (
+            value is None or not _has_axes(kind)
+        ):
+            return html.escape(shorten(str(value), _MOST_TEXT))
+        from arrowcache.explore.pictures import picture_html  # matplotlib's colours, for those who look
+
+        try:
+            return picture_html(value, kind)
+        except (ArrowCacheError, TypeError, ValueError) as error:
+            return html.escape(shorten(f"cannot be drawn: {sentence_of(error)}", _MOST_TEXT))
+
+    return cell
+
+
+def _has_axes(kind: FieldType | None) -> bool:
+    return isinstance(kind, Ragged) or (isinstance(kind, Tensor) and bool(kind.shape))

@@ -314,7 +314,8 @@ class ReadThrough:
                 if full.rows:  # else Ctrl-C came when it was published
                     self._store.publish(full.encode(), policy=RoomPolicy("raise"), on_visible=full.clear)
                 with self._lock:
-                    self._full, self._spare = None, full
+                    if self._full is full:  # else a failure elsewhere gave it up, and this is the next one
+                        self._full, self._spare = None, full
                     self._may_merge, self._may_be_full = True, False
                     self._refresh()  # ends the claims
 

@@ -6,7 +6,8 @@ A claim costs the same however many there are. With a lock byte for each item it
 all locks of a file.
 
 Locks far behind are signs. One says that somebody waits for claimed items: who has some publishes them at
-once. One says that a process has claims. The last is held by who merges segments.
+once. One says that a process has claims. The last two are held by who merges segments,
+and by who has some of them leave between two epochs.
 
 Two processes may both get an item that they claim within the same microseconds, and both make it then.
 Must never: keep anybody from making an item. A claim decides who publishes it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +26,9 @@ from arrowcache.storage.locks import LockFile
 
 _SOMEBODY_WAITS = 2**62
 _SOMEBODY_HOLDS = _SOMEBODY_WAITS + 1
-_MERGES = _SOMEBODY_WAITS + 2
+
+#: What one process does at a time, of all that share a cache.
+MERGING, TURNING_OVER = _SOMEBODY_WAITS + 2, _SOMEBODY_WAITS + 3
 
 _NUMBER_BYTES = 4
 _MOST_NUMBER = 2**31 - 1
@@ -32,13 +36,14 @@ _NOBODY = bytes(_NUMBER_BYTES)
 
 
 @contextmanager
-def only_merger(path: Path, mode: int) -> Iterator[bool]:
-    """Be the only one who merges segments, meanwhile. Yields: False: somebody else is, also in this process.
+def the_only_one(path: Path, mode: int, what: int) -> Iterator[bool]:
+    """Be the only one meanwhile who does this. Yields: False: somebody else does, also in this process.
 
-    Args, Raises: as of `Claims`.
+    Args:
+        what: MERGING or TURNING_OVER. The others are those of `Claims`, as is what it raises.
     """
     with LockFile(path, os.O_RDWR | os.O_CREAT, mode) as file:
-        yield file.try_range(_MERGES, 1, exclusive=True)
+        yield file.try_range(what, 1, exclusive=True)
 
 
 class Claims:
@@ -54,6 +59,7 @@ class Claims:
     def __init__(self, path: Path, mode: int, length: int) -> None:
         self._file = LockFile(path, os.O_RDWR | os.O_CREAT, mode)
         self._held: set[int] = set()
+        self._counting, self._waiters = threading.Lock(), 0  # threads of this process that wait
         try:
             if os.fstat(self._file.fd).st_size < length * _NUMBER_BYTES:
                 os.posix_fallocate(self._file.fd, 0, length * _NUMBER_BYTES)  # so that it grows no more
@@ -112,12 +118,17 @@ class Claims:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show meanwhile that this process waits for claimed items."""
-        self._file.try_range(_SOMEBODY_WAITS, 1, exclusive=False)  # shared: all who wait have it
+        """Show meanwhile that this process waits for claimed items. Several threads may."""
+        with self._counting:
+            self._waiters += 1
+            self._file.try_range(_SOMEBODY_WAITS, 1, exclusive=False)  # shared: all who wait have it
         try:
             yield
         finally:
-            self._file.unlock_range(_SOMEBODY_WAITS, 1)
+            with self._counting:
+                self._waiters -= 1
+                if not self._waiters:
+                    self._file.unlock_range(_SOMEBODY_WAITS, 1)
 
     def close(self) -> None:
         """End all claims. Idempotent."""

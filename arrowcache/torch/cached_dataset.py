@@ -37,7 +37,8 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import IDLE_SECONDS, Found, ReadThrough
 from arrowcache.read_through.trouble import Trouble
-from arrowcache.storage.layout import CachedItems, Settings
+from arrowcache.storage.claims import TURNING_OVER, the_only_one
+from arrowcache.storage.layout import CLAIMS_LOCK, CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
 from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
@@ -416,7 +417,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """Evict the oldest items of a full cache: a share of `replace` of the capacity.
 
         For between two epochs: other items take their room as they are asked for. Items that another process
-        reads stay.
+        reads stay. Of several ranks that call it after an epoch one does it.
 
         Blocks: for some more than a second while others lease: the lease of a DataLoader's worker ends a
             second after its last request.
@@ -428,8 +429,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.rest()
         store, deadline = self._opened(), time.monotonic() + _TURN_SECONDS
         nbytes = int(self._spec.replace * store.settings.capacity_bytes)
-        while not (gone := store.evict(nbytes)) and time.monotonic() < deadline:
-            time.sleep(_TRY_SECONDS)
+        mode = store.folder.rights().file_mode
+        with the_only_one(store.folder.path / CLAIMS_LOCK, mode, TURNING_OVER) as is_alone:
+            if not is_alone or store.has_room():  # another rank does it, or just did
+                return 0
+            while not (gone := store.evict(nbytes)) and time.monotonic() < deadline:
+                time.sleep(_TRY_SECONDS)
         return sum(segment.rows for segment in gone)
 
     def close(self) -> None:

@@ -39,8 +39,12 @@ def put(reader, index) -> bool:
     """Make an item. Returns: False: it is not stored."""
     claimed = reader.claim(np.array([index])).all()
     if claimed:
-        reader.put(index, {"x": np.full(1024, index, np.float32)})
+        reader.put(index, item(index))
     return bool(claimed)
+
+
+def item(index):
+    return {"x": np.full(1024, index, np.float32)}
 
 
 def test_room_is_used_also_where_as_many_segments_are_there_as_when_there_was_none(store, reader):
@@ -79,10 +83,17 @@ class SlowStore:
 
     def __init__(self, store, failures=0):
         self._store, self._failures = store, failures
+        self.unlisted = 0  # listings that fail from now on
         self.writes, self.asked = threading.Event(), threading.Semaphore(0)
 
     def __getattr__(self, name):
         return getattr(self._store, name)
+
+    def segments(self):
+        if self.unlisted:
+            self.unlisted -= 1
+            raise OSError(errno.EIO, "the folder is unreadable")
+        return self._store.segments()
 
     def publish(self, *args, **options):
         self.asked.release()
@@ -174,3 +185,20 @@ def test_where_a_full_segment_cannot_be_written_others_may_claim_what_is_unpubli
     assert not failing.stores
     failing.close()
     assert not store.segments()
+
+
+def test_the_end_of_a_write_discards_no_segment_that_filled_after_a_failure_elsewhere(store, slow, beside):
+    """A batch is claimed before it is made."""
+    rows = store.settings.form.full_rows
+    assert beside.claim(np.arange(2 * rows)).all()
+    for index in range(rows):
+        beside.put(index, item(index))
+    slow.asked.acquire(timeout=10)
+    slow.unlisted = 1
+    with pytest.warns(RuntimeWarning, match="the folder is unreadable"):
+        assert not put(beside, 2 * rows)
+    for index in range(rows, 2 * rows):
+        beside.put(index, item(index))
+    slow.writes.set()
+    beside.rest()
+    assert len(beside.find(np.arange(2 * rows)).positions) == 2 * rows

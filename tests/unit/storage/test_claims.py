@@ -53,6 +53,16 @@ def test_who_waits_is_seen_while_it_does(both):
     assert not mine.somebody_waits()
 
 
+def test_the_first_of_two_threads_that_waits_no_more_leaves_the_sign_of_the_other(both):
+    mine, other = both
+    one, two = mine.waiting(), mine.waiting()
+    with one:
+        two.__enter__()
+    assert other.somebody_waits()
+    two.__exit__(None, None, None)
+    assert not other.somebody_waits()
+
+
 def test_closing_ends_all_claims_and_is_idempotent(both):
     mine, other = both
     for index in range(5):

@@ -3,7 +3,7 @@
 It owns the process' places, claims and writer, and the thread that publishes. Guarantees:
 - an item that is there is gathered; one that is missing is made by who asks. Of several processes that miss
   one, the first claims and publishes it, and the others wait for that, some times what a call takes, before
-  they make it, too;
+  they make it, too; threads of one process that miss one do not wait for each other;
 - what was made is published when a segment is full, after a minute, as soon as another process waits for it,
   a second after the last request, and at the end of the process; many small segments are merged (merging.py);
 - the thread writes a full segment while the next one fills: only who has filled two waits for the disk;
@@ -99,6 +99,7 @@ class ReadThrough:
         self._may_merge = False  # a part was published since the last look
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._keeper: threading.Thread | None = None  # while there is a lease, or something unpublished
+        self._must_end = False  # the thread, though others may ask for items
         self._is_closed = False
         _at_work.add(self)
         _close_at_worker_exit()
@@ -265,26 +266,30 @@ class ReadThrough:
     def _take(self, rows: ConvertedRows) -> bool:
         """Take in a row. Returns: False: the segment is full, and the one before is not written yet."""
         with self._lock, self._storing():
-            if self._builder is not None and not self._builder.take(rows, 0):
+            if self._is_closed:
+                return True
+            self._latest = time.monotonic()
+            builder = self._builder or self._new_builder()  # none: the thread has come to rest meanwhile
+            self._builder = builder
+            if not builder.take(rows, 0):
                 if self._full is not None:
                     return False
-                self._hand_over(self._builder)
-                self._builder.take(rows, 0)
-            if self._builder is None:  # nothing could be stored, meanwhile
-                return True
-            if self._builder.rows == 1:
+                builder = self._hand_over(builder)
+                builder.take(rows, 0)
+            if builder.rows == 1:
                 self._oldest = time.monotonic()
                 self._start_keeper()  # it may have ended, as the item took long to make
                 self._wake.put(None)  # from now on somebody may wait for it
-            if self._builder.is_full and self._full is None:
-                self._hand_over(self._builder)
+            if builder.is_full and self._full is None:
+                self._hand_over(builder)
         return True
 
-    def _hand_over(self, builder: SegmentBuilder) -> None:
-        """Begin the next segment, while this one is to be published."""
+    def _hand_over(self, builder: SegmentBuilder) -> SegmentBuilder:
+        """Have this segment published, where no other is to be. Returns: the builder of the next one."""
         following = self._spare or self._new_builder()
         self._full, self._builder, self._spare = builder, following, None
         self._wake.put(None)
+        return following
 
     def _new_builder(self) -> SegmentBuilder:
         return SegmentBuilder(self._store.settings.form, LARGER_SEGMENTS_OF_ITEMS)
@@ -297,11 +302,15 @@ class ReadThrough:
     def publish(self) -> None:
         """Publish what was made, now. Raises nothing: what fails is a warning."""
         with self._publishing:
-            self._write_full()
-            with self._lock, self._storing():
-                if self._builder is None or not self._builder.rows:
-                    return
-                self._hand_over(self._builder)
+            is_handed_over = False
+            while not is_handed_over:
+                self._write_full()
+                with self._lock, self._storing():
+                    if not self._has_unpublished:
+                        return
+                    if self._builder is not None and self._full is None:  # else others filled one meanwhile
+                        self._hand_over(self._builder)
+                        is_handed_over = True
             self._write_full()
 
     def _write_full(self) -> None:
@@ -326,12 +335,12 @@ class ReadThrough:
             yield
         except _FAILURES as error:
             with self._lock:
-                self._may_be_full = isinstance(error, CacheFullError) and self._disk_has_room()
-                if not self._may_be_full:
-                    self._trouble.note(error)
                 self._builder = self._full = self._spare = None
                 with suppress(OSError):
                     self._claims.release(self._claims.held)
+                self._may_be_full = isinstance(error, CacheFullError) and self._disk_has_room()
+                if not self._may_be_full:
+                    self._trouble.note(error)  # last: its warning may be an error
 
     def _disk_has_room(self) -> bool:
         try:
@@ -376,6 +385,7 @@ class ReadThrough:
                     self._claims.release(self._claims.held)  # of what Ctrl-C left
             self._latest = -IDLE_SECONDS
             keeper = self._sleep()
+            self._must_end = keeper is not None
         self._join(keeper)
         self._merge()
 
@@ -430,19 +440,24 @@ class ReadThrough:
     def _keep(self) -> None:
         """The thread: it keeps this object while there is something to do."""
         seconds: float | None = _TICK_SECONDS
-        while seconds is not None:
-            with suppress(Empty):
-                if self._wake.get(timeout=seconds) is _END:
-                    self.close()
-            seconds = self._look()
-            if seconds is not None and self._may_merge:
-                self._merge()
+        try:
+            while seconds is not None:
+                with suppress(Empty):
+                    if self._wake.get(timeout=seconds) is _END:
+                        self.close()
+                seconds = self._look()
+                if seconds is not None and self._may_merge:
+                    self._merge()
+        except BaseException:  # such as a warning that is an error
+            self._keeper = None  # the next request starts another one
+            raise
 
     def _look(self) -> float | None:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""
         with self._lock:
             now = time.monotonic()
             is_old = now - self._oldest >= _MAX_DELAY_SECONDS or now - self._latest >= IDLE_SECONDS
+            is_old |= self._must_end
             some_wait = self._has_unpublished and self._claims.somebody_waits()
         if is_old or some_wait:
             self.publish()
@@ -452,10 +467,10 @@ class ReadThrough:
             if self._has_unpublished and not self._is_closed:
                 return _TICK_SECONDS
             idle_in = self._latest + IDLE_SECONDS - time.monotonic()
-            if idle_in > 0 and not self._is_closed:
+            if idle_in > 0 and not self._is_closed and not self._must_end:
                 return max(idle_in, _TICK_SECONDS)
             self._sleep()
-            self._keeper = None
+            self._keeper, self._must_end = None, False
             return None
 
     @property

@@ -5,7 +5,7 @@ where a peer does it before the first epoch.
 Method: 5,000 items of 150 KB, each of which takes 24 ms (a pause), two workers, batches of 64, shuffled. Each
 peer as its documentation advises, in a process of its own, on a folder of the disk that is empty; the clock
 begins when its libraries have been imported. Every batch is checked, and that each epoch has every item once.
-Run: `python -m benchmarks.peers.slow`, some 12 minutes; names of modules after it for some of the peers.
+Run: `python -m benchmarks.peers.slow`, some 20 minutes; names of modules after it for some of the peers.
 Results: benchmarks/RESULTS.md, "cached".
 """
 

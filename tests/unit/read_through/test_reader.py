@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 
 import numpy as np
 import pytest
-from helpers import KIB
+from helpers import KIB, wait_until
 
 import arrowcache as ac
 from arrowcache.read_through.places import INDEX
-from arrowcache.read_through.reader import ReadThrough
+from arrowcache.read_through.reader import IDLE_SECONDS, ReadThrough
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.layout import CachedItems
 from arrowcache.storage.recovery import create_store
@@ -21,11 +22,15 @@ SCHEMA = ac.Schema({"x": ac.Tensor("float32", (1024,)), INDEX: ac.Tensor("int64"
 LENGTH = 500
 
 
+def make_store(path, capacity=640 * KIB):
+    items = CachedItems(LENGTH, "")
+    settings = settings_of(SCHEMA, capacity, 64 * KIB, None, 0.0, durable=False, dataset=items)
+    return create_store(path, settings, exist_ok=False)
+
+
 @pytest.fixture
 def store(tmp_path):
-    items = CachedItems(LENGTH, "")
-    settings = settings_of(SCHEMA, 640 * KIB, 64 * KIB, None, 0.0, durable=False, dataset=items)
-    return create_store(tmp_path / "cache", settings, exist_ok=False)
+    return make_store(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_who_fills_two_segments_waits_until_one_is_written(store, slow, beside):
     after = fill(reader, store, fill(reader, store))
     putting = threading.Thread(target=put, args=(reader, after))
     putting.start()
-    putting.join(0.2)
+    putting.join(1.5 * IDLE_SECONDS)  # so that the thread takes the reader for idle
     assert putting.is_alive()
     assert not store.segments()
     slow.writes.set()
@@ -202,3 +207,71 @@ def test_the_end_of_a_write_discards_no_segment_that_filled_after_a_failure_else
     slow.writes.set()
     beside.rest()
     assert len(beside.find(np.arange(2 * rows)).positions) == 2 * rows
+
+
+@pytest.mark.slow
+def test_threads_that_put_and_publish_at_once_lose_nothing(tmp_path):
+    """A full segment was overwritten by one that was handed over early."""
+    reader = ReadThrough(make_store(tmp_path / "cache", 64 << 20), ["x"], Trouble())
+    ended, switching = threading.Event(), sys.getswitchinterval()
+
+    def publish():
+        while not ended.is_set():
+            reader.publish()
+
+    def put_all(first):
+        for index in range(first, LENGTH, 4):
+            assert put(reader, index)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        publishing = threading.Thread(target=publish)
+        publishing.start()
+        putting = [threading.Thread(target=put_all, args=(first,)) for first in range(4)]
+        for thread in putting:
+            thread.start()
+        for thread in putting:
+            thread.join()
+        ended.set()
+        publishing.join()
+    finally:
+        sys.setswitchinterval(switching)
+    reader.rest()
+    assert reader.cached == LENGTH
+    reader.close()
+
+
+@pytest.mark.slow
+def test_to_rest_waits_for_no_threads_that_read(store, reader):
+    assert put(reader, 3)
+    reader.publish()
+    ended = threading.Event()
+
+    def read():
+        while not ended.is_set():
+            reader.find(np.array([3]))
+
+    reading = [threading.Thread(target=read) for _ in range(3)]
+    for thread in reading:
+        thread.start()
+    resting = threading.Thread(target=reader.rest)
+    resting.start()
+    resting.join(5)
+    is_over = not resting.is_alive()
+    ended.set()
+    for thread in reading:
+        thread.join()
+    assert is_over
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_warning_that_is_an_error_claims_end_and_a_new_thread_publishes(store, reader):
+    failing = SlowStore(store, failures=1)
+    failing.writes.set()
+    beside = ReadThrough(failing, ["x"], Trouble())
+    assert put(beside, 1)
+    wait_until(lambda: put(reader, 1), "the claim to end, as the thread dies of the warning")
+    beside.put(2, item(2))
+    wait_until(store.segments, "another thread")
+    beside.close()

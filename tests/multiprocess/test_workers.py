@@ -265,7 +265,7 @@ def test_no_memory_is_an_error_that_says_so(cache, tmp_path):
         epoch = iter(loader)
         kept = [next(epoch)]
         full.touch()
-        with pytest.raises(MemoryError, match=r"of shared memory beside .*lower batch_size"):
+        with pytest.raises(MemoryError, match=r"of shared memory beside .*keep fewer or smaller batches"):
             kept += list(epoch)
         full.unlink()
         assert sorted(ids_of(loader)) == list(range(320))

@@ -91,7 +91,7 @@ def test_where_no_memory_is_left_the_error_says_what_to_do_and_nothing_is_lost(m
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
         for _ in range(3):
-            with pytest.raises(MemoryError, match=r"memory beside 4.0 KiB .*No space.*lower batch_size"):
+            with pytest.raises(MemoryError, match=r"memory beside 4.0 KiB .*No space.*or smaller batches"):
                 buffers.allocate(100)
     assert bytes_on_disk(memory) == before
     buffers.allocate(100)[:] = 1

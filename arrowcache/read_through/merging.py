@@ -20,7 +20,7 @@ from arrowcache.arrow.segment import Column, VariableColumn
 from arrowcache.errors import CacheFullError, CorruptSegmentError
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.claims import MERGING, the_only_one
-from arrowcache.storage.layout import CLAIMS_LOCK, SegmentInfo
+from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.parts import choose_parts, superseded, task_of
 from arrowcache.storage.store import RoomPolicy, Store
 
@@ -38,8 +38,7 @@ def merge(store: Store, let_go: Callable[[], None]) -> bool:
     """
     if not superseded(store.segments()) and not _parts_now(store):
         return False
-    mode = store.folder.rights().file_mode
-    with the_only_one(store.folder.path / CLAIMS_LOCK, mode, MERGING) as is_alone:
+    with the_only_one(store.folder, MERGING) as is_alone:
         if not is_alone:
             return False
         _remove(store, let_go)

@@ -6,8 +6,8 @@ A claim costs the same however many there are. With a lock byte for each item it
 all locks of a file.
 
 Locks far behind are signs. One says that somebody waits for claimed items: who has some publishes them at
-once. One says that a process has claims. The last two are held by who merges segments,
-and by who has some of them leave between two epochs.
+once. One says that a process has claims. The last two are held by who merges segments, and
+by who has some of them leave between two epochs.
 
 Two processes may both get an item that they claim within the same microseconds, and both make it then.
 Must never: keep anybody from making an item. A claim decides who publishes it.
@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from arrowcache.storage.folder import Folder
+from arrowcache.storage.layout import CLAIMS_LOCK
 from arrowcache.storage.locks import LockFile
 
 _SOMEBODY_WAITS = 2**62
@@ -36,12 +38,14 @@ _NOBODY = bytes(_NUMBER_BYTES)
 
 
 @contextmanager
-def the_only_one(path: Path, mode: int, what: int) -> Iterator[bool]:
+def the_only_one(folder: Folder, what: int) -> Iterator[bool]:
     """Be the only one meanwhile who does this. Yields: False: somebody else does, also in this process.
 
     Args:
-        what: MERGING or TURNING_OVER. The others are those of `Claims`, as is what it raises.
+        what: MERGING or TURNING_OVER.
+    Raises: OSError: claims.lock of this cache's folder cannot be made or opened.
     """
+    path, mode = folder.path / CLAIMS_LOCK, folder.rights().file_mode
     with LockFile(path, os.O_RDWR | os.O_CREAT, mode) as file:
         yield file.try_range(what, 1, exclusive=True)
 

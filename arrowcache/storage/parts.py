@@ -35,6 +35,12 @@ def superseded(segments: Sequence[SegmentInfo]) -> list[SegmentInfo]:
     return [each for each in segments if any(each.seq in parts and each.seq < seq for seq, parts in merged)]
 
 
+def each_once(segments: Sequence[SegmentInfo]) -> list[SegmentInfo]:
+    """Return the segments without parts beside the segment that they were merged into."""
+    leaving = {part.seq for part in superseded(segments)}
+    return [each for each in segments if each.seq not in leaving]
+
+
 def choose_parts(
     segments: Sequence[SegmentInfo], segment_bytes: int, full_rows: int, room_bytes: int
 ) -> list[SegmentInfo]:

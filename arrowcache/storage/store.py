@@ -46,7 +46,7 @@ from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
-from arrowcache.storage.parts import superseded
+from arrowcache.storage.parts import each_once
 from arrowcache.storage.sizing import (
     BOOKKEEPING_BYTES,
     beyond_disk,
@@ -552,8 +552,7 @@ class Store:
                 lease.close()
                 raise
         if self.settings.dataset is not None:  # one copy of each item; parts alone, where `where` wants these
-            merged = {part.seq for part in superseded(listed)}
-            listed = [segment for segment in listed if segment.seq not in merged]
+            listed = each_once(listed)
         left_out_rows = sum(segment.rows for segment in left_out)
         if not listed:
             lease.close()
@@ -745,7 +744,7 @@ class Store:
             items = cached_items = 0
             if self.settings.dataset is not None:
                 items = self.settings.dataset.length
-                cached_items = min(items, int(rows.sum()) - sum(part.rows for part in superseded(listed)))
+                cached_items = min(items, sum(segment.rows for segment in each_once(listed)))
             stats = CacheStats(
                 capacity_bytes=self.settings.capacity_bytes,
                 allocated_bytes=self.allocated_bytes(listed),

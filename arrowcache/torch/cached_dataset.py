@@ -38,7 +38,7 @@ from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import IDLE_SECONDS, Found, ReadThrough
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
-from arrowcache.storage.layout import CLAIMS_LOCK, CachedItems, Settings
+from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
 from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
@@ -429,8 +429,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.rest()
         store, deadline = self._opened(), time.monotonic() + _TURN_SECONDS
         nbytes = int(self._spec.replace * store.settings.capacity_bytes)
-        mode = store.folder.rights().file_mode
-        with the_only_one(store.folder.path / CLAIMS_LOCK, mode, TURNING_OVER) as is_alone:
+        with the_only_one(store.folder, TURNING_OVER) as is_alone:
             if not is_alone or store.has_room():  # another rank does it, or just did
                 return 0
             while not (gone := store.evict(nbytes)) and time.monotonic() < deadline:

@@ -18,7 +18,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.storage.claims import MERGING, the_only_one
-from arrowcache.storage.layout import CLAIMS_LOCK, CachedItems
+from arrowcache.storage.layout import CachedItems
 from arrowcache.storage.recovery import create_store, open_store
 from arrowcache.storage.sizing import settings_of
 
@@ -154,7 +154,7 @@ def test_the_capacity_holds(tmp_path, capacity):
 
 def test_only_one_merges(store):
     before = names(store)
-    with the_only_one(store.folder.path / CLAIMS_LOCK, 0o600, MERGING) as first:
+    with the_only_one(store.folder, MERGING) as first:
         assert first
         merge_all(store)
         assert names(store) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import signal
 import threading
@@ -267,13 +266,15 @@ def test_a_loader_that_is_dropped_leases_nothing(cache, state, for_ever):
 def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeypatch):
     """Joining one that was failed now and then, and left another one."""
     may_begin, begin = threading.Event(), threading.Thread._bootstrap_inner
+    begun, ended = [], []
 
     def late(thread: threading.Thread) -> None:
+        begun.append(thread)
         may_begin.wait(60)
         begin(thread)
+        ended.append(thread)
 
     monkeypatch.setattr(threading.Thread, "_bootstrap_inner", late)
-    before = len(os.listdir("/proc/self/task"))
     owner = Parking(lambda: False, lambda: None) if of == "parking" else WorkerThreads(1)
     call = owner.begin if isinstance(owner, Parking) else partial(owner.submit, list)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -287,4 +288,4 @@ def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeyp
     may_begin.set()
     call()
     owner.close()
-    wait_until(lambda: len(os.listdir("/proc/self/task")) == before, "the threads to end")
+    wait_until(lambda: begun and len(ended) == len(begun), "the threads to end")

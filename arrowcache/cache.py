@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
@@ -14,10 +17,13 @@ from arrowcache.lifetimes import Closable
 from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import verification
+from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.notes import Notes
 from arrowcache.storage.overview import CacheStats, Looks, overview
 from arrowcache.storage.pace import Pace
 from arrowcache.storage.recovery import create_store, open_store
+from arrowcache.storage.row_ids import on_host, row_ids
 from arrowcache.storage.sizing import require_pace, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
@@ -41,6 +47,8 @@ class Cache(Shown, Closable):
         self._store = store
         self._closed = False
         self._looks = Looks()
+        self._own_notes = Notes(store)
+        self._annotations: Annotations | None = None
 
     @classmethod
     def create(
@@ -157,6 +165,81 @@ class Cache(Shown, Closable):
         """
         return verification.verify(self.store, repair=repair)
 
+    def exclude(self, ids: object, reason: str = "") -> int:
+        """Have all that trains leave out some rows, from the next epoch on.
+
+        A Loader in all its forms, dataloader, TensorFlow and Ray go without them, and count them; who only
+        looks sees them still. An epoch that is under way does not change. An exclusion lasts as long as its
+        row, and is on the disk when this returns.
+
+        Args:
+            ids: the rows: an (n, 2) array of `_seq` and `_row`; a DataFrame, table, query's result or batch
+                with these columns; or a RowId or text such as "83:26", or several.
+            reason: a note for people.
+        Returns: the number of these rows that are still in the cache. Others are passed over.
+        Blocks: for cache.lock and the disk.
+        Raises: ValueError, TypeError: not ids, or a cache of a dataset. IndexError: a row that never was.
+            CacheFullError: there is no room for the note.
+        """
+        _require_text(reason, "reason")
+        return self._notes.exclude(row_ids(ids), reason)
+
+    def include(self, ids: object) -> int:
+        """Take back the exclusion of some rows. Args, Returns, Blocks, Raises: as `exclude`."""
+        return self._notes.include(row_ids(ids))
+
+    def tag(self, ids: object, tag: str) -> int:
+        """Give rows a tag, for `Loader(rows=tag)` and queries. A row may have several.
+
+        Args:
+            ids: as of `exclude`.
+            tag: a text, such as "hard".
+        Returns, Blocks, Raises: as `exclude`.
+        """
+        return self._notes.tag(row_ids(ids), tag)
+
+    def untag(self, ids: object, tag: str) -> int:
+        """Take a tag off rows. Args, Returns, Blocks, Raises: as `tag`."""
+        return self._notes.untag(row_ids(ids), tag)
+
+    def annotate(self, ids: object, /, **values: ArrayLike) -> None:
+        """Note values of rows, such as losses, for queries and `Loader(weights=)`. The latest one counts.
+
+        Quick enough for each step of a training loop: a thread writes the values each second. So do a query,
+        an epoch that weighs rows, `close`, and the end of the process; a killed process or a power cut loses
+        the last ones. All together they take up to an eighth of the capacity; beyond it the oldest leave.
+
+        Args:
+            ids: as of `exclude`; batches of `Loader(with_ids=True)` have them. Rows that have left the cache
+                are passed over.
+            values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all.
+                NaN: it has none. A name is no column's, and does not begin with "_".
+        Blocks: no, unless a million rows wait to be written.
+        Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
+            a dataset. LockTimeoutError, CacheFullError, OSError: a million rows wait, and cannot be written.
+        """
+        store, found = self._noted(), row_ids(ids)
+        if not values:
+            raise ValueError("annotate rows by a value: cache.annotate(ids, loss=losses)")
+        taken = {name: _values(name, given, len(found), self.schema) for name, given in values.items()}
+        if self._annotations is None:
+            self._annotations = Annotations.of(store)
+        self._annotations.add(found, taken)
+
+    @property
+    def _notes(self) -> Notes:
+        self._noted()
+        return self._own_notes
+
+    def _noted(self) -> Store:
+        """The store, of a cache that has notes. Raises: ValueError: it has none."""
+        if self.store.settings.dataset is not None:
+            raise ValueError(
+                "the cache of a dataset has no notes on rows: items move as segments are merged. Leave items "
+                "out by a torch.utils.data.Subset of the dataset"
+            )
+        return self.store
+
     def dataset(self) -> pyarrow.dataset.Dataset:
         """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives."""
         import pyarrow.dataset  # takes 20 ms, and few need it
@@ -199,7 +282,12 @@ class Cache(Shown, Closable):
         self.store.set_pace(pace)
 
     def close(self) -> None:
-        """Refuse further use through this object; open snapshots go on. Idempotent."""
+        """Refuse further use through this object; open snapshots go on. Idempotent.
+
+        Raises: LockTimeoutError, CacheFullError, OSError: annotations cannot be written; try it again.
+        """
+        if self._annotations is not None:
+            self._annotations.flush()
         self._closed = True
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[str, str]]:
@@ -221,3 +309,22 @@ class Cache(Shown, Closable):
         except (OSError, ArrowCacheError, ValueError) as error:
             why = str(error)
         return Card("Cache", f"{self.path}: {why}")
+
+
+def _require_text(text: object, name: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a text, not {text!r}")
+
+
+def _values(name: str, given: ArrayLike, rows: int, schema: Schema) -> NDArray[np.float64]:
+    if name in schema or name.startswith("_"):
+        raise ValueError(f"a value cannot have the name {name!r}, which is a column's: take another one")
+    array = on_host(given)
+    if array.dtype.kind not in "biuf" or array.ndim > 1 or (array.ndim and len(array) != rows):
+        raise ValueError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}, and there are {rows} ids: give a "
+            "number for each, or one for all"
+        )
+    values = np.empty(rows, np.float64)
+    values[:] = array
+    return values

@@ -144,7 +144,7 @@ def _buckets(
     @lru_cache(maxsize=2)
     def batches(number: int) -> _Batches:
         first, stop = plan.bucket_edge(number), plan.bucket_edge(number + 1)
-        ids, is_there = present.renumber(stream.batches(first, stop))
+        ids, is_there = present.renumber(stream.numbers(first, stop))
         order, starts = batched(lengths[ids], tokens)
         sizes, begins = np.diff(starts), starts[:-1]
         if plan.shuffle is not None:
@@ -189,6 +189,7 @@ class BudgetOrder(Order):
         drop_last: bool,
     ) -> None:
         self._plan, self._shard, self._present = plan, shard, Present(plan, present)
+        self.selected = self._present.selected
         self._stream = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)
         self._batches = _buckets(plan, self._stream, self._present, lengths, tokens)
         is_over = plan.position >= plan.stream_rows
@@ -204,7 +205,7 @@ class BudgetOrder(Order):
     def missing(self) -> int:
         return self._plan.stream_rows - self._plan.position - int(self._sizes.sum())
 
-    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
         steps = [self._step(step) for step in range(first, min(last, self.steps))]
         return np.concatenate([np.empty(0, np.int64), *steps])
 

@@ -33,6 +33,7 @@ from arrowcache.reading.packing import Within
 from arrowcache.reading.patience import Patience, Wait
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.selected import ALL
 from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
@@ -101,7 +102,7 @@ class Epoch:
         supply, store, most = self._supply, self._supply.store, self._supply.most_passes()
         if not supply.is_paced:
             return True
-        seqs, passes = snapshot.seqs, supply.passes_of(len(snapshot))
+        seqs, passes = snapshot.seqs, supply.passes_of(snapshot.selected.size)
         with store.locked():
             if most is not None and (store.usage.served(seqs) >= most).any():
                 return False
@@ -338,10 +339,11 @@ class Epochs:
             self._agreement.close()
 
     def _come_to(self, epoch: Epoch) -> None:
-        self._meter.begin_epoch(epoch.snapshot.left_out_rows)
+        snapshot = epoch.snapshot
+        self._meter.begin_epoch(snapshot.left_out_rows, len(snapshot) - snapshot.selected.size)
         self.progress = epoch  # first: see `take_back`
         self.next_number = epoch.number + 1
-        self.supply.warn(epoch.snapshot)
+        self.supply.warn(snapshot)
 
     def _begin(
         self, planned: Plan, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
@@ -353,7 +355,7 @@ class Epochs:
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.enter_context(epoch)
             if is_rest:
-                retake = partial(self.supply.retake, planned.includes)
+                retake = partial(self.supply.retake, planned)
                 snapshot = self._agreed(epoch, planned.position, retake)
             elif wait is not None:
                 patience = Patience(
@@ -382,11 +384,12 @@ class Epochs:
         """Return the plan of an epoch: over a snapshot, or the number alone.
 
         Args:
-            lengths: of the snapshot's rows, where batches are made by them.
+            lengths: of the snapshot's selected rows, where batches are made by them.
         """
         options, seqs, rows, window_rows = self._options, np.empty(0, np.int64), np.empty(0, np.int64), 1
+        bitmaps = ALL
         if snapshot is not None:
-            seqs, rows = snapshot.seqs, snapshot.segment_rows
+            seqs, rows, bitmaps = snapshot.seqs, snapshot.segment_rows, snapshot.bitmaps
             window_rows = max(1, options.window_nbytes * len(snapshot) // max(1, snapshot.nbytes))
         plan = Plan(
             epoch=number,
@@ -397,6 +400,7 @@ class Epochs:
             block_rows=options.most_rows,
             seqs=seqs,
             rows=rows,
+            bitmaps=bitmaps,
         )
         if lengths is None or options.budget is None:
             return plan
@@ -412,8 +416,8 @@ class Epochs:
         """Return the order of a plan over its present segments.
 
         Args:
-            lengths: of their rows, where batches are made by them. None means any: enough to see what is
-                missing.
+            lengths: of their selected rows, where batches are made by them. None means any: enough to see
+                what is missing.
         Raises: MissingSegmentsError: some are missing, and that is not accepted; nothing has changed.
         """
         options = self._options

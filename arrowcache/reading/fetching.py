@@ -16,7 +16,7 @@ from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.gather import Gather
 
 FETCHED_BYTES = 8 << 20  # bytes asked for ahead of the reader
-_FETCHED_SHARE = 1.25  # of the rows of a portion, while the window's next segments are fetched
+_FETCHED_SHARE = 1.25  # of the rows up to a portion's end, while the window's next segments are fetched
 
 
 class Fetching:
@@ -27,6 +27,7 @@ class Fetching:
         self._is_window = epoch.plan.shuffle == "window"
         self._fetched_rows = 0  # rows of a window that are fetched, or were passed
         self._ahead_steps = 0
+        self._share = _FETCHED_SHARE * len(epoch.snapshot) / max(1, epoch.order.selected.size)
         if self._is_window and epoch.order.steps:
             rows_a_step = max(1, len(epoch.snapshot) // epoch.order.steps)
             ahead_rows = epoch.plan.window_rows // 2 + FETCHED_BYTES // epoch.snapshot.row_bytes
@@ -54,5 +55,5 @@ class Fetching:
         here = snapshot.rows_before(order.segments_span(step).stop)
         last_step = min(step + self._ahead_steps, order.steps - 1)
         stop = snapshot.rows_before(order.segments_span(last_step).stop)
-        self._fetched_rows = max(first, min(stop, max(here, first + int(rows * _FETCHED_SHARE))))
+        self._fetched_rows = max(first, min(stop, max(here, first + int(rows * self._share))))
         return [snapshot.fetch(first, self._fetched_rows, self._names)] if self._fetched_rows > first else ()

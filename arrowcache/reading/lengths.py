@@ -8,7 +8,6 @@ names it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from arrowcache.reading.budget import Budget
 from arrowcache.reading.snapshot import Snapshot
 
 _ROWS_AT_ONCE = 1 << 20
+_MOST_LENGTH = (1 << 31) - 1  # what is longer is longer than any budget
 
 
 class Lengths:
@@ -27,7 +27,7 @@ class Lengths:
         self._known: dict[int, NDArray[np.int32]] = {}  # by the segment's seq
 
     def of(self, snapshot: Snapshot) -> NDArray[np.int32]:
-        """Return the lengths of a snapshot's rows: (rows,), at least 1: an empty row counts as 1.
+        """Return the lengths of a snapshot's selected rows: (n,), at least 1: an empty row counts as 1.
 
         Blocks: while those of new segments come from the disk.
         Raises: ValueError: a row is longer than the budget, or its length is negative. As `Snapshot.gather`.
@@ -35,12 +35,17 @@ class Lengths:
         known = {seq: self._known[seq] for seq in snapshot.seqs.tolist() if seq in self._known}
         for segments in self._new(snapshot, known):
             first, last = snapshot.rows_before(segments.start), snapshot.rows_before(segments.stop)
-            lengths = self._checked(snapshot, first, snapshot.lengths(first, last, self._budget.column))
+            read = snapshot.lengths(first, last, self._budget.column)
+            lengths = read.clip(-_MOST_LENGTH, _MOST_LENGTH).astype(np.int32)
             for index in segments:
                 start, stop = snapshot.rows_before(index) - first, snapshot.rows_before(index + 1) - first
                 known[snapshot.segments[index].seq] = lengths[start:stop]
         self._known = known
-        return np.concatenate([np.empty(0, np.int32), *[known[seq] for seq in snapshot.seqs.tolist()]])
+        of_all = np.concatenate([np.empty(0, np.int32), *[known[seq] for seq in snapshot.seqs.tolist()]])
+        selected = snapshot.selected
+        lengths = of_all if selected.are_all else of_all[selected.ids(np.arange(selected.size))]
+        self._require_fit(snapshot, lengths)
+        return np.maximum(lengths, 1)
 
     def _new(self, snapshot: Snapshot, known: dict[int, NDArray[np.int32]]) -> Iterator[range]:
         """Yield runs of segments whose lengths are not known, to be read at once."""
@@ -54,23 +59,19 @@ class Lengths:
         if first < len(snapshot.segments):
             yield range(first, len(snapshot.segments))
 
-    def _checked(
-        self, snapshot: Snapshot, first: int, lengths: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int32]:
+    def _require_fit(self, snapshot: Snapshot, lengths: NDArray[np.int32]) -> None:
         tokens, column = self._budget
-        if (lengths < 0).any():
-            row = _named(snapshot, first + int(lengths.argmin()))
+        if lengths.min(initial=0) < 0:
+            row = _named(snapshot, lengths.argmin())
             raise ValueError(f"{row} has length {lengths.min()} in {column!r}: a length is at least 0")
-        if (lengths > tokens).any():
-            row = _named(snapshot, first + int(lengths.argmax()))
+        if lengths.max(initial=0) > tokens:
+            row = _named(snapshot, lengths.argmax())
             raise ValueError(
                 f"{row} has length {lengths.max()} in {column!r}, more than batch_tokens={tokens}: raise "
-                "batch_tokens, have samplers cut such rows, or leave the segment out with `where`"
+                "batch_tokens, have samplers cut such rows, or leave the row out with cache.exclude()"
             )
-        counted: NDArray[np.int32] = np.maximum(lengths, 1).astype(np.int32)
-        return counted
 
 
-def _named(snapshot: Snapshot, row: int) -> str:
-    found = snapshot.locate(np.array([row]))
+def _named(snapshot: Snapshot, number: np.intp) -> str:
+    found = snapshot.locate(snapshot.selected.ids(np.array([number])))
     return f"row {found['_row'][0]} of segment {found['_seq'][0]}"

@@ -69,6 +69,13 @@ class Loader(Closable):
             eight, as many as the processor's cache holds; while rows come from the disk, as many as have
             256 rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, True for segments to read.
+        rows: rows to read of these. "included": all but excluded ones (`Cache.exclude`); "all"; a tag
+            (`Cache.tag`); row ids in any form that `Cache.exclude` takes; or a function of a segment's
+            columns that gives its mask, (rows,) bool, such as lambda columns: columns["label"] != 3. It is
+            called once for each segment; if it reads annotations (`Cache.annotate`), again for an epoch after
+            newer ones. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
+            with, also where it is resumed. This takes 4 bytes of memory a row, of segments that are read in
+            part.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
             disjoint, and all ranks have equally many steps.

@@ -20,6 +20,7 @@ from arrowcache.reading.budget import Budget
 from arrowcache.reading.membership import Membership, membership, require_name
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.plan import require_shuffle
+from arrowcache.reading.selection import INCLUDED, require_rows, rows_term
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
 from arrowcache.units import (
@@ -47,6 +48,7 @@ class EpochArguments(TypedDict, total=False):
     """Keyword arguments of all that make epochs, as of `Loader`."""
 
     where: Callable[[SegmentInfo], bool] | None
+    rows: object
     rank: int | None
     world_size: int | None
     run_id: str | None
@@ -102,6 +104,7 @@ class LoaderOptions:
     worker_type: str = "process"
     prefetch: int | None = None
     where: Callable[[SegmentInfo], bool] | None = None
+    rows: object = INCLUDED
     with_ids: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -151,6 +154,7 @@ class LoaderOptions:
             "wait_rows": parse_count(self.wait_rows, "wait_rows"),
             "timeout": _timeout_seconds(self.timeout),
             "names": names,
+            "rows": require_rows(self.rows),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
         for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", MOST_PREFETCHED)):
@@ -174,7 +178,8 @@ class LoaderOptions:
 
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
-        terms = {name: getattr(self, name) for name in _TERMS} | {"window_bytes": self.window_nbytes}
+        terms = {name: getattr(self, name) for name in _TERMS}
+        terms |= {"window_bytes": self.window_nbytes, "rows": rows_term(self.rows)}
         return terms if self.packing is None else terms | self.packing.terms()
 
     def step_rows(self, world_size: int) -> int:

@@ -2,10 +2,11 @@
 
 An order is a function of (segment sizes, seed, epoch, rank, world size): any part of an epoch can
 be computed without what came before, so resuming anywhere costs nothing. An epoch is a stream of
-positions 0, 1, 2, ...: passes over all rows, one after another, each with a row order of its own
-(shuffle.py). Step `s` of rank `r` takes positions [start + (s * world_size + r) * batch_size, ... +
-batch_size). The stream itself depends on neither batch size (but see `Plan.block_rows`) nor ranks: both
-may be others after a resume. budget.py has the order whose steps differ in their number of rows.
+positions 0, 1, 2, ...: passes over all selected rows (selected.py), one after another, each with a row
+order of its own (shuffle.py). Step `s` of rank `r` takes positions [start + (s * world_size + r) *
+batch_size, ... + batch_size). The stream itself depends on neither batch size (but see `Plan.block_rows`)
+nor ranks: both may be others after a resume. budget.py has the order whose steps differ in their number of
+rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.segment_arrays import are_among
+from arrowcache.reading.selected import Selected
 from arrowcache.reading.shuffle import starts_of
 from arrowcache.storage.layout import SegmentInfo
 
@@ -46,15 +48,20 @@ class Order(ABC):
     """
 
     steps: int
+    selected: Selected  # of the segments that are present
 
     @property
     def missing(self) -> int:
         """Rows of the rest of the epoch whose segments have left the cache."""
         return 0
 
-    @abstractmethod
     def batches(self, first: int, last: int) -> NDArray[np.int64]:
         """Row ids of steps first..last-1 of this rank, one after another."""
+        return self.selected.ids(self.numbers(first, last))
+
+    @abstractmethod
+    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
+        """The rows of steps first..last-1, as numbers among the selected rows."""
 
     @abstractmethod
     def rows_of(self, steps: range) -> int:
@@ -89,8 +96,8 @@ class EvenOrder(Order):
         self.steps = whole if drop_last else whole + (rest > 0)
         self._is_padded = shard.world_size > 1 and self.steps * self.step_rows > rows
 
-    def batches(self, first: int, last: int) -> NDArray[np.int64]:
-        """Row ids of steps first..last-1, one after another.
+    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
+        """The rows of steps first..last-1, one after another, as numbers among the selected rows.
 
         Returns: ((last - first) * batch_size,), less if the epoch's very last batch is short.
         """
@@ -128,8 +135,12 @@ class EvenOrder(Order):
 
         Row `i` of pass `n` has the number `n * rows of a pass + i`.
         """
-        first, ids = step * self.step_rows + self._shard.rank * self.batch_size, self.batches(step, step + 1)
-        return None if first + len(ids) > self.rows else ids + self._rows_before(first, first + len(ids))
+        first, numbers = (
+            step * self.step_rows + self._shard.rank * self.batch_size,
+            self.numbers(step, step + 1),
+        )
+        last = first + len(numbers)
+        return None if last > self.rows else numbers + self._rows_before(first, last)
 
     def span_in_line(self, step: int) -> range:
         """Return the part of the line in use at a step, of all ranks together, without padding.
@@ -155,12 +166,13 @@ class EpochOrder(EvenOrder):
 
     def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
         super().__init__(plan, plan.stream_rows - plan.position, batch_size, shard, drop_last)
-        self._segments, self._starts = range(len(plan.rows)), starts_of(plan.rows)
+        self.selected = Selected(plan.seqs, plan.rows, plan.bitmaps)
+        self._segments, self._starts = range(len(plan.rows)), starts_of(plan.counts)
         self._pass_rows = int(self._starts[-1])
         self._start, self._end = plan.position, plan.stream_rows
         self._pass = lru_cache(maxsize=2)(plan.row_order)  # the current and the next one
 
-    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
         steps, size, apart = max(0, min(last, self.steps) - first), self.batch_size, self.step_rows
         start = self._start + first * apart + self._shard.rank * size
         stop = start + (steps - 1) * apart + size
@@ -169,7 +181,7 @@ class EpochOrder(EvenOrder):
             if apart == size:
                 return self._pass(number)(place, size * steps)  # one run of places takes less time
             return self._pass(number)(place, size, steps, apart)
-        return super().batches(first, last)
+        return super().numbers(first, last)
 
     def _stream(self, first: int, last: int) -> NDArray[np.int64]:
         pieces = [np.empty(0, np.int64)]
@@ -213,20 +225,21 @@ class EpochOrder(EvenOrder):
 
 
 class Present:
-    """The segments of a plan that are still present, and their rows in a snapshot of these."""
+    """The segments of a plan that are still present, and the numbers of their selected rows."""
 
     def __init__(self, plan: Plan, present: Sequence[SegmentInfo]) -> None:
-        self._starts = starts_of(plan.rows)
+        self._starts = starts_of(plan.counts)
         self._is_there = are_among(plan.seqs, np.array([segment.seq for segment in present], np.int64))
         self.segments_before = starts_of(self._is_there)  # number of present segments before each planned one
-        rows = plan.rows * self._is_there
-        self.starts = starts_of(rows)  # of each planned segment, in the snapshot
+        self.selected = Selected(plan.seqs[self._is_there], plan.rows[self._is_there], plan.bitmaps)
+        rows = plan.counts * self._is_there
+        self.starts = starts_of(rows)  # of each planned segment, in numbers of present rows
         self.rows = int(self.starts[-1])
         self._shift = self.starts[:-1] - self._starts[:-1]
         self._are_all = bool(self._is_there.all())
 
     def renumber(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return row ids in the snapshot of the planned rows that are present, and a mask of these rows."""
+        """Return the numbers of the planned rows that are present, among present ones, and a mask of them."""
         if self._are_all:
             return ids, np.ones(len(ids), np.bool_)
         segments = self._starts.searchsorted(ids, side="right") - 1
@@ -246,13 +259,14 @@ class ResumedOrder(EvenOrder):
         self, plan: Plan, segments: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
     ) -> None:
         self._present = Present(plan, segments)
+        self.selected = self._present.selected
         self._planned = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)  # steps are positions
-        planned, present, pass_rows = self._planned, self._present, int(plan.rows.sum())
+        planned, present, pass_rows = self._planned, self._present, int(plan.counts.sum())
 
         @lru_cache(maxsize=4)
         def chunk(first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             """Return the rows present in a part of the planned stream, and their positions."""
-            ids, is_there = present.renumber(planned.batches(first, stop))
+            ids, is_there = present.renumber(planned.numbers(first, stop))
             return ids, is_there.nonzero()[0] + first
 
         @lru_cache(maxsize=3)  # the first, the current and the next pass
@@ -342,13 +356,14 @@ class ResumedSteps(EpochOrder):
         super().__init__(plan, batch_size, shard, drop_last)
         self._of_all_ranks = EpochOrder(plan, batch_size * shard.world_size, Shard(), drop_last)
         self._present = Present(plan, present)
+        self.selected = self._present.selected
 
-    def batches(self, first: int, last: int) -> NDArray[np.int64]:
+    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
         steps = [self._step(step) for step in range(first, min(last, self.steps))]
         return np.concatenate(steps) if steps else np.empty(0, np.int64)
 
     def _step(self, step: int) -> NDArray[np.int64]:
-        ids, _ = self._present.renumber(self._of_all_ranks.batches(step, step + 1))
+        ids, _ = self._present.renumber(self._of_all_ranks.numbers(step, step + 1))
         size, rank, world_size = self.batch_size, self._shard.rank, self._shard.world_size
         if len(ids) < world_size:
             return ids[:0]
@@ -365,7 +380,7 @@ class ResumedSteps(EpochOrder):
         size, lost = self.batch_size, 0
         at_once = max(1, _CHUNK_ROWS // size)
         for first in range(steps.start, steps.stop, at_once):
-            ids = super().batches(first, min(first + at_once, steps.stop))
+            ids = super().numbers(first, min(first + at_once, steps.stop))
             step = first + np.arange(len(ids)) // size
             mine = (step - steps.start) % steps.step == 0
             lost += int((mine & ~self._present.renumber(ids)[1]).sum())

@@ -57,7 +57,7 @@ class Patience:
         self._options, self._world_size = options, world_size
         self._timeout_seconds = options.timeout
         folder = self._store.folder
-        self._watched = [folder.segments, folder.usage, folder.path / CACHE_JSON]
+        self._watched = [folder.segments, folder.usage, folder.notes, folder.path / CACHE_JSON]
         if with_ranks:
             self._watched.append(folder.ranks)
         self._began = self._tried = self._changed = time.monotonic()
@@ -204,9 +204,10 @@ class Patience:
             return ""
         path = self._store.folder.path
         if is_refused:
+            refuses, way_out = supply.refused
             return (
-                f"`where` refuses all {format_count(self._rows_listed, 'row')} of {path}, and nobody writes "
-                "to it: look at what `where` accepts, or start samplers"
+                f"{refuses} all {format_count(self._rows_listed, 'row')} of {path}, and nobody writes to it: "
+                f"{way_out}, or start samplers"
             )
         ranks = f" of {format_count(self._world_size, 'rank')}" if self._world_size > 1 else ""
         smaller = supply.rows // self._world_size  # number of rows that have a step; 0: none has
@@ -220,8 +221,9 @@ class Patience:
 
     def _why_vain(self) -> str:
         supply = self._supply
-        if not supply.rows and supply.accepted:
-            return f"`where` refuses all {self._rows_listed} rows that are there: look at what it accepts"
+        refuses, way_out = supply.refused
+        if not supply.rows and refuses:
+            return f"{refuses} all {self._rows_listed} rows that are there: {way_out}"
         fact = f"its rows{supply.accepted} stay at {supply.rows}, where {self._needed_rows} are waited for: "
         if self._ends[0] > self._ends_then[0] >= 0:  # segments have left since the rows last grew
             capacity = format_bytes(self._store.settings.capacity_bytes)
@@ -229,7 +231,7 @@ class Patience:
                 f"{fact}it is full, with a capacity of {capacity}, and evicts as much as comes: "
                 "lower wait_rows or batch_size, or raise the capacity"
             )
-        return f"{fact}lower wait_rows or batch_size, or look at what `where` accepts"
+        return f"{fact}lower wait_rows or batch_size{', or ' if way_out else ''}{way_out}"
 
     def _why_no_sampler_helped(self) -> str:
         self._look()

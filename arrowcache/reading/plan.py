@@ -10,13 +10,14 @@ the batch size, workers and world size before and after.
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.packing import Packing, Within, require_packing
+from arrowcache.reading.selected import Bitmaps, counts_of, padding
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
@@ -25,6 +26,7 @@ SHUFFLES = ("rows", "window", "blocks", None)
 
 _FORMAT, _VERSION = "arrowcache.loader", 2
 _BUDGET_VERSION = 3  # of states with buckets
+_SELECTED_VERSION = 4  # of states with selected rows
 _PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
 _OTHER_ORDER = 1  # version of states in 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
@@ -34,10 +36,11 @@ _MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is ta
 class Plan:
     """An epoch, from a position of its stream (of all ranks together) on.
 
-    `seqs` and `rows` describe its segments, oldest first. `shuffle` is "rows" (all of them, uniformly),
-    "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its begin), or None
-    (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if "rows", a draw without
-    replacement); above, reshuffled passes. None means one pass.
+    `seqs` and `rows` describe its segments, oldest first. It reads the rows that `bitmaps` (selected.py)
+    select, `counts` of each segment: all where there is no bitmap. `shuffle` is "rows" (all of them,
+    uniformly), "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its
+    begin), or None (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if
+    "rows", a draw without replacement); above, reshuffled passes. None means one pass.
 
     `buckets` are the parts of the stream whose rows are sorted by length (budget.py); 0 where batches have
     equally many rows. `taken` has a bit for each row of the bucket at the position, 1 if it was delivered: so
@@ -57,11 +60,16 @@ class Plan:
     buckets: int = 0
     taken: bytes = b""
     within: Within | None = None
+    bitmaps: Bitmaps = field(default_factory=dict)
+    counts: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", counts_of(self.seqs, self.rows, self.bitmaps))
 
     @property
     def stream_rows(self) -> int:
         """Return the rows of the whole epoch, of all ranks together."""
-        return int(self.rows.sum()) if self.epoch_rows is None else self.epoch_rows
+        return int(self.counts.sum()) if self.epoch_rows is None else self.epoch_rows
 
     @property
     def is_in_order(self) -> bool:
@@ -69,16 +77,16 @@ class Plan:
         return self.shuffle in ("window", None)
 
     def row_order(self, number: int) -> RowOrder:
-        """Return the order of a pass over all rows: the first one has the number 0."""
+        """Return the order of a pass over all selected rows: the first one has the number 0."""
         key = (self.epoch, number)
         match self.shuffle:
             case "rows":
-                return Permutation(int(self.rows.sum()), self.seed, key, len(self.rows))
+                return Permutation(int(self.counts.sum()), self.seed, key, len(self.counts))
             case "window":
-                return Window(self.rows, self.window_rows, self.seed, key)
+                return Window(self.counts, self.window_rows, self.seed, key)
             case "blocks":
-                return Blocks(self.rows, self.block_rows, self.seed, key)
-        return Sequential(self.rows)
+                return Blocks(self.counts, self.block_rows, self.seed, key)
+        return Sequential(self.counts)
 
     def at(self, position: int, *, taken: bytes = b"", within: Within | None = None) -> Plan:
         """Return the plan from a position on."""
@@ -103,11 +111,14 @@ class Plan:
         segments = runs_of(self.seqs, self.rows).tolist()
         state = {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
         if self.within is not None:
-            return state | {"within": self.within.to_state()}
-        if not self.buckets:
-            return state
-        taken = base64.b64encode(self.taken).decode()
-        return state | {"version": _BUDGET_VERSION, "buckets": self.buckets, "taken": taken}
+            state |= {"within": self.within.to_state()}
+        elif self.buckets:
+            taken = base64.b64encode(self.taken).decode()
+            state |= {"version": _BUDGET_VERSION, "buckets": self.buckets, "taken": taken}
+        if self.bitmaps:
+            selected = [[seq, base64.b64encode(bits).decode()] for seq, bits in self.bitmaps.items()]
+            state |= {"version": _SELECTED_VERSION, "selected": selected}
+        return state
 
     @classmethod
     def from_state(
@@ -130,9 +141,9 @@ class Plan:
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
-        if state.get("version") not in (_OTHER_ORDER, _VERSION, _BUDGET_VERSION):
+        if state.get("version") not in (_OTHER_ORDER, _VERSION, _BUDGET_VERSION, _SELECTED_VERSION):
             raise ValueError(
-                f"the state has version {state.get('version')!r}, this arrowcache reads {_BUDGET_VERSION}: "
+                f"the state has version {state.get('version')!r}, this arrowcache reads {_SELECTED_VERSION}: "
                 "use the arrowcache that made it, or begin without it"
             )
         try:
@@ -158,8 +169,12 @@ class Plan:
                 rows=rows_of_each,
                 position=parse_count(state["position"], "position", least=0),
                 within=None if within is None else Within.from_state(within),
+                bitmaps={
+                    parse_count(seq, "seq", least=0): base64.b64decode(bits, validate=True)
+                    for seq, bits in state.get("selected", ())
+                },
             )
-            if state["version"] == _BUDGET_VERSION and len(seqs):
+            if "buckets" in state and len(seqs):
                 buckets = parse_count(state["buckets"], "buckets", most=max(1, plan.stream_rows))
                 plan = replace(plan, buckets=buckets, taken=base64.b64decode(state["taken"], validate=True))
         except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -180,6 +195,8 @@ class Plan:
                 f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
                 "'segments': []}"
             )
+        if not plan._has_fit_bitmaps():
+            raise ValueError("the state is damaged: the rows that are selected do not fit its segments")
         if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:
             raise ValueError(
                 f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
@@ -197,6 +214,15 @@ class Plan:
             )
         require_packing(packing, plan.within)
         return plan
+
+    def _has_fit_bitmaps(self) -> bool:
+        rows = dict(zip(self.seqs.tolist(), self.rows.tolist(), strict=True))
+        return all(
+            seq in rows
+            and len(bits) == -(-rows[seq] // 8)
+            and not int.from_bytes(bits, "big") & padding(rows[seq])
+            for seq, bits in self.bitmaps.items()
+        )
 
     def _has_fit_bits(self) -> bool:
         """True if `taken` has as many rows as the position is into its bucket."""

@@ -189,8 +189,14 @@ class Agreement:
                     undo.callback(each.close)
             file.hold()
             file.append(joiner_line(self._membership.rank, os.getpid()))
-            seen = {"next_seq": record.next_seq, "left_out_rows": record.left_out_rows}
-            snapshot = Snapshot(self._store, segments, lease, **seen)
+            snapshot = Snapshot(
+                self._store,
+                segments,
+                lease,
+                next_seq=record.next_seq,
+                left_out_rows=record.left_out_rows,
+                bitmaps=record.bitmaps,
+            )
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
         return snapshot
@@ -199,7 +205,7 @@ class Agreement:
         """Link the epoch's file, in place of debris; under cache.lock, with the segments leased."""
         folder, segments = self._store.folder, mine.segments
         seqs = [segment.seq for segment in segments]
-        data = RanksRecord(terms, seqs, mine.next_seq, mine.left_out_rows).pack()
+        data = RanksRecord(terms, seqs, mine.next_seq, mine.left_out_rows, mine.bitmaps).pack()
         data += joiner_line(self._membership.rank, os.getpid())
         folder.sweep()
         self._store.require_room(len(data))

@@ -108,7 +108,8 @@ class SequenceAssembly(Assembly):
     def _sequences_left(self, epoch: Epoch) -> int | None:
         """Return the sequences of the rest of an epoch, where ends of segments tell the number of tokens."""
         plan, snapshot, column = epoch.plan, epoch.snapshot, self._packing.column
-        if not self._packing.split or not isinstance(epoch.order, EpochOrder) or plan.epoch_rows is not None:
+        is_of_all = isinstance(epoch.order, EpochOrder) and epoch.order.selected.are_all
+        if not self._packing.split or not is_of_all or plan.epoch_rows is not None:
             return None
         delivered = 0
         if plan.within is not None:

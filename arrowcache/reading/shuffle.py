@@ -109,6 +109,9 @@ def _cut(starts: list[int], block_rows: int) -> list[int]:
     while cuts[-1] < segments:
         start = starts[cuts[-1]]
         left = starts[-1] - start
+        if not left:  # no row of the last segments is selected
+            cuts.append(segments)
+            break
         target = start + left // -(-left // block_rows)
         cut = bisect_left(starts, target, cuts[-1] + 1)
         if cut - 1 > cuts[-1] and target - starts[cut - 1] < starts[cut] - target:

@@ -35,6 +35,7 @@ from arrowcache.reading.gather import Gather, Gatherer, OutsideError, Parts, req
 from arrowcache.reading.mapped import Claim, MappedSegments
 from arrowcache.reading.memory import output_arrays
 from arrowcache.reading.segment_arrays import SegmentArrays
+from arrowcache.reading.selected import ALL, Bitmaps, Selected
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData
@@ -43,7 +44,7 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
 from arrowcache.storage.overview import timeline
-from arrowcache.storage.row_ids import RowId, gone
+from arrowcache.storage.row_ids import found, gone
 from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
@@ -67,8 +68,10 @@ class Snapshot(Shown, Closable):
         *,
         next_seq: int = 0,
         left_out_rows: int = 0,
+        bitmaps: Bitmaps = ALL,
     ) -> None:
         self._store = store
+        self.bitmaps = bitmaps  # of the rows that a loader reads
         self.next_seq = next_seq  # seq of the next segment to be published
         self.left_out_rows = left_out_rows  # rows of the oldest segments that a loader left to writers
         self._mapped = MappedSegments.of(store)
@@ -142,6 +145,16 @@ class Snapshot(Shown, Closable):
     def segment_rows(self) -> NDArray[np.int64]:
         """Rows of each segment, oldest first."""
         return np.diff(self._starts)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of its columns."""
+        return tuple(self._store.settings.schema)
+
+    @property
+    def selected(self) -> Selected:
+        """The rows that a loader reads."""
+        return Selected(self._seqs, self.segment_rows, self.bitmaps)
 
     @property
     def nbytes(self) -> int:
@@ -396,21 +409,11 @@ class Snapshot(Shown, Closable):
         """
         if missing not in ("raise", "skip"):
             raise ValueError(f"missing={missing!r} must be 'raise' or 'skip'")
-        seqs, rows = ids[:, 0], ids[:, 1]
-        segments = self._seqs.searchsorted(seqs)
-        is_there = np.append(self._seqs, -1)[segments] == seqs
-        starts = self._starts[segments]
-        is_outside = is_there & (rows >= np.append(self._starts, 0)[segments + 1] - starts)
-        if (bad := np.flatnonzero(is_outside | (~is_there & (seqs >= self.next_seq)))).size:
-            at = int(bad[0])
-            why = f"no segment has this number yet: the next one gets {self.next_seq}"
-            if is_there[at]:
-                why = f"its segment has {format_count(self._segments[segments[at]].rows, 'row')}, from 0 on"
-            raise IndexError(f"row {RowId(*ids[at].tolist())} (ids[{at}]) never was in the cache: {why}")
+        segments, is_there = found(ids, self._seqs, self.segment_rows, self.next_seq)
         if missing == "raise" and not is_there.all():
             raise gone(ids, is_there, self._segments)
-        found: NDArray[np.int64] = (starts + rows)[is_there]
-        return found
+        positions: NDArray[np.int64] = (self._starts[segments] + ids[:, 1])[is_there]
+        return positions
 
     def published(self, ids: NDArray[np.int64]) -> float:
         """Return the mean time at which rows were published, in seconds since 1970."""

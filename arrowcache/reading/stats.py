@@ -71,6 +71,8 @@ class LoaderStats(Shown):
     where the cache is nearly full and somebody writes to it (see `headroom` of `Cache.create`); also 0 for
     the rest of a resumed epoch. `held_up_seconds` is how long samplers waited for room that this loader
     leased: waits that lasted to the end of an epoch, or still last. `advice` mentions long ones.
+    `unselected_rows` is how many rows of its segments the epoch that began last does not read, since they are
+    excluded, or not those of `rows`.
     """
 
     epochs: int
@@ -96,6 +98,7 @@ class LoaderStats(Shown):
     workers: int
     shuffle: str | None
     left_out_rows: int = 0
+    unselected_rows: int = 0
     held_up_seconds: float = 0.0
 
     @property
@@ -178,6 +181,8 @@ class LoaderStats(Shown):
         if self.left_out_rows:
             rows = format_count(self.left_out_rows, "row")
             yield "left out", f"the oldest {rows} of the last epoch, to samplers"
+        if self.unselected_rows:
+            yield "not selected", f"{format_count(self.unselected_rows, 'row')} of the last epoch's segments"
         if self.held_up_seconds:
             yield "held up", f"samplers, for {format_seconds(self.held_up_seconds)}, by its lease"
 
@@ -191,7 +196,7 @@ class Meter:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
         self.epoch_seconds = self.stall_seconds = self.held_up_seconds = 0.0
-        self.left_out_rows = 0
+        self.left_out_rows = self.unselected_rows = 0
         self._age_row_seconds = 0.0
         # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
@@ -304,11 +309,11 @@ class Meter:
             self._shows_a_wait = False
             self.show()
 
-    def begin_epoch(self, left_out_rows: int = 0) -> None:
+    def begin_epoch(self, left_out_rows: int = 0, unselected_rows: int = 0) -> None:
         """Count an epoch, and the rows that its snapshot leaves out."""
         with self._lock:
             self.epochs += 1
-            self.left_out_rows = left_out_rows
+            self.left_out_rows, self.unselected_rows = left_out_rows, unselected_rows
 
     def hold_up(self, seconds: float) -> None:
         """Add seconds for which writers waited for the lease of an epoch."""
@@ -372,6 +377,7 @@ class Meter:
                 workers=self._workers,
                 shuffle=self._shuffle,
                 left_out_rows=self.left_out_rows,
+                unselected_rows=self.unselected_rows,
                 held_up_seconds=self.held_up_seconds,
             )
 

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.plan import Plan
+from arrowcache.reading.selection import INCLUDED, Selection
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
@@ -38,6 +40,11 @@ class Supply:
 
     def __init__(self, store: Store, options: LoaderOptions) -> None:
         self.store, self._where = store, options.where
+        self._selection = Selection(store, options.rows)
+        are_selected = not (isinstance(options.rows, str) and options.rows == INCLUDED)
+        given = {"`where`": options.where is not None, "`rows`": are_selected}
+        self._choose = [name for name, is_given in given.items() if is_given]
+        self._has_excluded = False  # the last snapshot
         self._epoch_rows, self.is_paced = options.epoch_rows, options.paced
         #: Segments from this number on came after this loader's last snapshot; inf before the first one.
         self.known: float = math.inf
@@ -51,7 +58,19 @@ class Supply:
     @property
     def accepted(self) -> str:
         """The words in messages behind the number `rows`."""
-        return " that `where` accepts" if self._where else ""
+        if not self._choose:
+            return " that are not excluded" if self._has_excluded else ""
+        return f" that {self._chosen_by('accept')}"
+
+    @property
+    def refused(self) -> tuple[str, str]:
+        """The subject and verb of a refusal of rows, and the way out; empty where nothing refuses any."""
+        if self._choose:
+            return self._chosen_by("refuse"), f"look at what {self._chosen_by('accept')}"
+        return ("cache.exclude() refuses", "cache.include() some") if self._has_excluded else ("", "")
+
+    def _chosen_by(self, verb: str) -> str:
+        return f"{' and '.join(self._choose)} {verb}{'s' * (len(self._choose) == 1)}"
 
     def take_ahead(self) -> Iterator[None]:
         """Take a snapshot for the next `take`, one slice of the work a `next`.
@@ -106,24 +125,37 @@ class Supply:
             undo.enter_context(snapshot)
             self.rows = len(snapshot)
             if self.rows >= least_rows:
-                self.rows = snapshot.map_all()
+                snapshot.map_all()
+                self.rows = self._select(snapshot)
             if self.rows < least_rows or not count(snapshot):
                 self.listed = self.store.segments()
                 return None
             undo.pop_all()
         return snapshot
 
-    def retake(self, includes: Callable[[SegmentInfo], bool]) -> Snapshot:
+    def retake(self, plan: Plan) -> Snapshot:
         """Return a mapped snapshot of the remaining segments of an epoch in progress, even the oldest."""
         with ExitStack() as undo:
-            snapshot = undo.enter_context(Snapshot.take(self.store, includes))
+            snapshot = undo.enter_context(Snapshot.take(self.store, plan.includes))
+            snapshot.bitmaps = plan.bitmaps
             snapshot.map_all()
             undo.pop_all()
         return snapshot
 
     def look(self) -> Snapshot:
-        """Return the snapshot that an epoch would have now: not mapped, and not counted."""
-        return Snapshot.take(self.store, self._fresh(), yields_since=self.known)
+        """Return the snapshot that an epoch would have now: not counted, and mapped only to select rows."""
+        with ExitStack() as undo:
+            snapshot = Snapshot.take(self.store, self._fresh(), yields_since=self.known)
+            undo.enter_context(snapshot)
+            self._select(snapshot)
+            undo.pop_all()
+        return snapshot
+
+    def _select(self, snapshot: Snapshot) -> int:
+        """Decide which rows of a snapshot an epoch reads. Returns: their number."""
+        snapshot.bitmaps = self._selection.of(snapshot)
+        self._has_excluded = bool(snapshot.bitmaps)
+        return snapshot.selected.size
 
     def warn(self, snapshot: Snapshot) -> None:
         """Warn of rows that an epoch of this snapshot leaves out, the first time."""

@@ -79,8 +79,9 @@ class WindowAssembly(Assembly):
         Args:
             awaited: True for the first epoch of its stream.
         """
-        snapshot, order, pass_rows = epoch.snapshot, epoch.order, len(epoch.snapshot)
+        snapshot, order = epoch.snapshot, epoch.order
         assert isinstance(order, EvenOrder)  # batches by tokens are not of shuffle="window"
+        pass_rows, ids_of = order.selected.size, order.selected.ids
         snapshot.temperature = self.temperature
         if awaited:
             self._numbers = itertools.count()
@@ -94,13 +95,16 @@ class WindowAssembly(Assembly):
                 last = min(first + len(run) + ahead_rows, pass_rows)
                 ahead = range(max(fetched, run.start), run.start - first + last)
                 fetched = max(fetched, ahead.stop)
-                fetches = [snapshot.fetch(ahead[0] % pass_rows, last, self.names)] if ahead else []
-                ids = np.arange(first, first + len(run))
+                fetches = []
+                if ahead:
+                    begin, end = ids_of(np.array([ahead[0] % pass_rows, last - 1])).tolist()
+                    fetches.append(snapshot.fetch(begin, end + 1, self.names))
+                ids = ids_of(np.arange(first, first + len(run)))
                 yield _GatheredRun(self, BatchRows(epoch, ids, 0.0), fetches, run.start % self.ring_rows)
             if line is None or runs is None:
                 yield self._step(epoch, order.batches(step, step + 1), None)
             else:
-                yield self._step(epoch, line % pass_rows, line % self.ring_rows)
+                yield self._step(epoch, ids_of(line % pass_rows), line % self.ring_rows)
 
     def run(self, columns: Batch, place: int, epoch: Epoch) -> ReadyBatch:
         """Return a run as a `ReadyBatch` without rows: only steps count."""

@@ -168,6 +168,7 @@ class Folder:
         self.quarantine = path / layout.QUARANTINE
         self.ranks = path / layout.RANKS
         self.pools = path / layout.POOLS
+        self.notes = path / layout.NOTES
         self.cache_lock = path / layout.CACHE_LOCK
         self.lease_lock = path / layout.LEASE_LOCK
         self.usage = path / layout.USAGE
@@ -198,14 +199,18 @@ class Folder:
         rights = self.rights()
         for name in layout.FOLDERS:
             if not self._is_there(self.path / name, stat.S_ISDIR):
-                with contextlib.suppress(FileExistsError):  # another process was first
-                    (self.path / name).mkdir(mode=0o700)
-                    rights.give_group(self.path / name)
-                    (self.path / name).chmod(rights.folder_mode)  # whatever the umask
+                self._make_folder(self.path / name)
         for file in (self.cache_lock, self.lease_lock, self.usage):
             if not self._is_there(file, stat.S_ISREG):
                 with _opened(file, os.O_RDWR, rights):
                     pass
+
+    def _make_folder(self, path: Path) -> None:
+        with contextlib.suppress(FileExistsError):  # another process was first
+            path.mkdir(mode=0o700)
+            rights = self.rights()
+            rights.give_group(path)
+            path.chmod(rights.folder_mode)  # whatever the umask
 
     def rights(self) -> Rights:
         """Rights of a new file. Asked anew for each, since a cache may become shared while it is used."""
@@ -388,6 +393,9 @@ class Folder:
         total += sum(allocated for _, allocated, _ in _files(self.path))
         for name in (layout.QUARANTINE, layout.RANKS, layout.POOLS):
             total += sum(allocated for _, allocated, _ in _files(self.path / name))
+        with contextlib.suppress(FileNotFoundError):  # before the first note
+            total += os.stat(self.notes).st_blocks * _BLOCK
+            total += sum(allocated for _, allocated, _ in _files(self.notes))
         for name in foreign:
             with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(self.segments / name).st_blocks * _BLOCK
@@ -594,6 +602,44 @@ class Folder:
         """Sync the claimed numbers: the file, then its name."""
         _sync(self.pools / pool, os.O_RDWR | _OWN)
         self.sync_folder(self.pools)
+
+    # notes on rows
+
+    def note_files(self) -> list[layout.NoteFile]:
+        """Files of notes, those of the lowest numbers first; of the same first number the longest."""
+        try:
+            found = [file for name in _plain(self.notes) if (file := layout.NoteFile.parse(name))]
+        except FileNotFoundError:
+            return []
+        return sorted(found, key=lambda file: (file.kind, file.first, -file.last))
+
+    def read_note(self, file: layout.NoteFile, most: int) -> bytes:
+        """The bytes of a file of notes. Raises: FileNotFoundError: it was merged into another, or is gone."""
+        return _read(self.notes / file.name, most)
+
+    def link_note(self, file: layout.NoteFile, data: bytes, *, syncs: bool) -> None:
+        """Make a file of notes appear, whole; only under cache.lock.
+
+        Args:
+            syncs: it outlasts a power cut.
+        """
+        if not self.notes.is_dir():
+            self._make_folder(self.notes)
+            self.sync_folder(self.path)
+        part = self.new_part()
+        try:
+            part.write([memoryview(data)])
+            if syncs:
+                part.sync()
+            part.link(self.notes / file.name)
+        finally:
+            part.discard()
+        if syncs:
+            self.sync_folder(self.notes)
+
+    def drop_note(self, file: layout.NoteFile) -> None:
+        """Unlink a file of notes, if it is still there; only under cache.lock."""
+        (self.notes / file.name).unlink(missing_ok=True)
 
     # ranks
 

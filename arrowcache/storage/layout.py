@@ -17,6 +17,8 @@
                 <name>.<seed>.division says how: see open_tasks.py. A release that
                 knows the first number only leaves the others where they are, undrawn. Bytes far behind
                 are locked by pools: see `alive_byte`, `part_byte` and `task_byte`
+  notes/        <first>-<last>-<digest>.<kind>.arrow: what is known of rows, see notes.py. There is no such
+                folder before the first note, so that releases without notes refuse a cache that has some
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
@@ -38,12 +40,13 @@ cache never changes, and segments with and without gaps are read in all.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -62,7 +65,8 @@ CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.l
 CLAIMS_LOCK = "claims.lock"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
 FOLDERS = (SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS)
-TOP_NAMES = frozenset({CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE, CLAIMS_LOCK, *FOLDERS})
+NOTES = "notes"
+TOP_NAMES = frozenset({CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE, CLAIMS_LOCK, NOTES, *FOLDERS})
 DIVISION = ".division"  # beside a pool's file
 PART, WAIT, GONE, FREED, REASON = ".part", ".wait", ".gone", ".freed", ".reason"
 
@@ -76,6 +80,7 @@ _MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
 _MOST_BYTES = 2**62
 _MOST_AGREED = 1 << 20  # segments; what a file says is bounded before memory is taken for it
 _TASK_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+_NOTE = re.compile(r"(\d{20})-(\d{20})-([0-9a-f]{16})\.(marks|values)\.arrow", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
 
 
@@ -114,6 +119,29 @@ def parse_segment_name(name: str) -> tuple[int, int, str] | None:
         return None
     seq, rows = int(match[1]), int(match[2])
     return (seq, rows, match[3]) if seq < MOST_SEQ and rows <= _MOST_ROWS else None
+
+
+@dataclass(frozen=True, slots=True)
+class NoteFile:
+    """One file of notes, as its name tells.
+
+    It has the notes of numbers `first` to `last`, of one `kind`; `digest` is the XXH3 of its bytes.
+    """
+
+    first: int
+    last: int
+    digest: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.first:020d}-{self.last:020d}-{self.digest}.{self.kind}.arrow"
+
+    @classmethod
+    def parse(cls, name: str) -> NoteFile | None:
+        """The file of a name. None if it is no such name."""
+        match = _NOTE.fullmatch(name)
+        return None if match is None else cls(int(match[1]), int(match[2]), match[3], match[4])
 
 
 def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> set[int]:
@@ -401,13 +429,15 @@ class RanksRecord:
 
     `seqs` ascends. On the disk it is runs, so thousands of segments in a row are two numbers, and
     the worst, every other of 16,000, are 32 kB. A checksum tells a damaged line. `next_seq` is the number
-    that came next when the snapshot was taken; `left_out_rows` is how many rows it left to writers.
+    that came next when the snapshot was taken; `left_out_rows` is how many rows it left to writers. `bitmaps`
+    are those of reading/selected.py.
     """
 
     terms: Mapping[str, Term]
     seqs: Sequence[int]
     next_seq: int = 0
     left_out_rows: int = 0
+    bitmaps: Mapping[int, bytes] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         record = {
@@ -416,6 +446,8 @@ class RanksRecord:
             "runs": _to_runs(self.seqs),
             "seen": [self.next_seq, self.left_out_rows],
         }
+        if self.bitmaps:
+            record["selected"] = {seq: base64.b64encode(bits).decode() for seq, bits in self.bitmaps.items()}
         text = json.dumps(record, separators=(",", ":")).encode()
         return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
 
@@ -437,7 +469,9 @@ class RanksRecord:
             next_seq, left_out_rows = record.get("seen", (0, 0))  # 0.1.0 has none
             parse_count(next_seq, "next_seq", 0, MOST_SEQ)
             parse_count(left_out_rows, "left_out_rows", 0, _MOST_BYTES)
-            return cls(dict(record["terms"]), seqs, next_seq, left_out_rows)
+            selected = record.get("selected", {}).items()
+            bitmaps = {int(seq): base64.b64decode(bits, validate=True) for seq, bits in selected}
+            return cls(dict(record["terms"]), seqs, next_seq, left_out_rows, bitmaps)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CacheFormatError(f"it does not hold what it should: {error!r}") from error
 

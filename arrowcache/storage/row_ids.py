@@ -44,6 +44,11 @@ class RowId(NamedTuple):
         return cls(int(found[1]), int(found[2]))
 
 
+def is_row_id(text: str) -> bool:
+    """True if a text names a row."""
+    return _TEXT.fullmatch(text) is not None
+
+
 def row_ids(ids: object) -> NDArray[np.int64]:
     """Any form in which rows are named, as (n, 2) int64: `_seq` and `_row` of each, in the order given.
 
@@ -83,7 +88,7 @@ def _columns(ids: Any, names: Sequence[str]) -> list[NDArray[np.int64]]:
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:
-    array = _on_host(values)
+    array = on_host(values)
     if array.ndim != 1:
         raise ValueError(f"ids: column {name!r} has shape {array.shape}: each row has one")
     if array.dtype.kind in "iu":
@@ -102,13 +107,14 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     return found
 
 
-def _on_host(values: Any) -> NDArray[Any]:
+def on_host(values: Any) -> NDArray[Any]:
+    """Values as an array, those of a tensor copied from its device, without its gradient."""
     return values.numpy(force=True) if hasattr(values, "detach") else np.asarray(values)
 
 
 def _rows(ids: Any) -> NDArray[np.int64]:
     if hasattr(ids, "detach") or (hasattr(ids, "dtype") and hasattr(ids, "ndim")):
-        array = _on_host(ids)
+        array = on_host(ids)
         if array.dtype.kind in "iu":
             if array.ndim != 2 or array.shape[1] != 2:
                 raise ValueError(f"ids of shape {array.shape}: they are (n, 2), a seq and a row each")
@@ -140,6 +146,30 @@ def _is_int(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def found(
+    ids: NDArray[np.int64], seqs: NDArray[np.int64], rows: NDArray[np.int64], next_seq: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Find the segments of rows (n, 2).
+
+    Args:
+        seqs: numbers of the segments that are there, ascending.
+        rows: the rows of each.
+        next_seq: the number of the segment that comes next.
+    Returns: the index of each row's segment, (n,), which counts where the mask, (n,), is True: it is there.
+    Raises: IndexError: a row that never was.
+    """
+    indices = seqs.searchsorted(ids[:, 0])
+    is_there = np.append(seqs, -1)[indices] == ids[:, 0]
+    is_outside = is_there & (ids[:, 1] >= np.append(rows, 0)[indices])
+    if (bad := np.flatnonzero(is_outside | (~is_there & (ids[:, 0] >= next_seq)))).size:
+        at = int(bad[0])
+        why = f"no segment has this number yet: the next one gets {next_seq}"
+        if is_there[at]:
+            why = f"its segment has {format_count(int(rows[indices[at]]), 'row')}, from 0 on"
+        raise IndexError(f"row {RowId(*ids[at].tolist())} (ids[{at}]) never was in the cache: {why}")
+    return indices, is_there
 
 
 def gone(

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_in
 
 from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
+from arrowcache.reading.selection import INCLUDED
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
@@ -154,6 +155,7 @@ def dataloader(
     drop_last: bool = True,
     transform: Transform | None = None,
     where: Callable[[SegmentInfo], bool] | None = None,
+    rows: object = INCLUDED,
     rank: int | None = None,
     world_size: int | None = None,
     run_id: str | None = None,
@@ -196,6 +198,7 @@ def dataloader(
         seed,
         drop_last,
         where=where,
+        rows=rows,
         rank=rank,
         world_size=world_size,
         run_id=run_id,
@@ -229,7 +232,7 @@ def packed(functions: object) -> bytes:
 
     Raises: TypeError: they cannot be pickled.
     """
-    return pickled(functions, "transform or where", "pass multiprocessing_context='fork'")
+    return pickled(functions, "transform, where or rows", "pass multiprocessing_context='fork'")
 
 
 def _opened(path: str, check: str, names: tuple[str, ...], transform: bytes | None) -> CacheDataset:

@@ -167,7 +167,7 @@ def test_samplers_whose_segments_a_where_refuses_are_not_waited_for_for_ever(cac
     with Publishing(cache, progress):
         text = too_late(cache, where=lambda _: False)
     assert f"for {SECONDS:g} s segments were published in {cache.path}, and `where` refuses all " in text
-    assert "look at what it accepts" in text
+    assert "look at what `where` accepts" in text
 
 
 def test_a_full_cache_that_evicts_as_much_as_comes_is_not_waited_for_for_ever(tmp_path):

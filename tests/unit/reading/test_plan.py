@@ -90,7 +90,7 @@ def test_a_state_without_segments_is_one_too():
     ("change", "words"),
     [
         ({"format": "torch"}, "not a state"),
-        ({"version": 4}, "version 4"),
+        ({"version": 5}, "version 5"),
         ({"epoch": -1}, "damaged"),
         ({"epoch": 1.5}, "damaged"),
         ({"seed": True}, "damaged"),

@@ -207,7 +207,7 @@ def test_no_advice_about_a_damaged_cache_json_removes_anything():
     assert "delete" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["notes", "index.json", "notes.lock", "row_groups", "leases"])
+@pytest.mark.parametrize("name", ["labels", "index.json", "notes.lock", "row_groups", "leases"])
 def test_an_unknown_name_such_as_a_format_has_is_of_a_newer_one(name):
     assert newer_names([*TOP_NAMES, name]) == [name]
 

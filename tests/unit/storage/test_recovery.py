@@ -345,7 +345,7 @@ def _evicts_never(path):
     ("change", "what"),
     [
         (_evicts_never, "cache.json has 'evict'"),
-        (lambda path: (path / "notes").mkdir(), "has notes,"),
+        (lambda path: (path / "labels").mkdir(), "has labels,"),
         (lambda path: (path / "index.json").touch(), "has index.json,"),
     ],
 )

@@ -1,0 +1,119 @@
+"""Annotations: values on their way into the notes, so that a training loop need not wait for the disk.
+
+`add` keeps them in memory; a thread writes each second, and ends when nothing comes. All users of one cache
+in a process share them. `flush` writes them at once, as does the end of the process; a killed one loses those
+of its last second.
+
+Guarantees: `add` waits for no disk and no lock of another process, unless a million values wait already; what
+cannot be written now is kept, and tried again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.errors import ArrowCacheError, WorkerError, sentence_of, warn
+from arrowcache.lifetimes import at_exit, call_all, forgets_in_child, unforked
+from arrowcache.os_errors import start
+from arrowcache.storage.locks import file_identity
+from arrowcache.storage.notes import Notes
+from arrowcache.storage.store import Store
+from arrowcache.units import format_count
+
+_SECONDS = 1.0  # between two writes
+_MOST_WAITING = 1 << 20  # rows in memory
+
+
+_Values = tuple[NDArray[np.int64], Mapping[str, NDArray[np.float64]]]
+
+
+class Annotations:
+    """Values that are not written yet, of one cache and process. Safe to use from several threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._notes = Notes(store)
+        self.forget_in_child()
+        forgets_in_child(self)
+
+    def forget_in_child(self) -> None:
+        """Begin anew: what waits is the parent's to write."""
+        self._waiting: list[_Values] = []
+        self._rows = 0
+        self._adding, self._writing = threading.RLock(), threading.RLock()  # the second is taken first
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, store: Store) -> Annotations:
+        """Those of a cache, which all its users in this process share."""
+        identity = file_identity(os.stat(store.folder.lease_lock))
+        with unforked:  # and no other thread comes in between
+            found = _living.get(identity)
+            if found is None:
+                found = _living[identity] = cls(store)
+            return found
+
+    def add(self, ids: NDArray[np.int64], values: Mapping[str, NDArray[np.float64]]) -> None:
+        """Take a value of each name for each row (n, 2).
+
+        Blocks, Raises: as `flush`, if a million rows wait already; else neither.
+        """
+        with self._adding:
+            self._waiting.append((ids, values))
+            self._rows += len(ids)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="arrowcache-annotate", daemon=True)
+                try:
+                    start(self._thread)
+                except WorkerError:  # it is tried again
+                    self._thread = None
+        if self._rows > _MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Blocks: for cache.lock. Raises: LockTimeoutError, CacheFullError, OSError."""
+        with self._writing:
+            with self._adding:
+                todo = self._waiting.copy()
+            if todo:
+                names = dict.fromkeys(name for _, values in todo for name in values)
+                self._notes.annotate({name: _joined(name, todo) for name in names})
+            with self._adding:
+                del self._waiting[: len(todo)]
+                self._rows -= sum(len(ids) for ids, _ in todo)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_SECONDS)
+            with suppress(ArrowCacheError, OSError):  # tried again; `flush` raises it, and the exit tells it
+                self.flush()
+            with self._adding:
+                if not self._waiting:
+                    self._thread = None
+                    return
+
+    def _flush_last(self) -> None:
+        try:
+            self.flush()
+        except (ArrowCacheError, OSError) as error:
+            warn(f"annotations of {format_count(self._rows, 'row')} are lost: {sentence_of(error)}")
+
+
+def _joined(name: str, all_values: list[_Values]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    some = [(ids, values[name]) for ids, values in all_values if name in values]
+    return np.concatenate([ids for ids, _ in some]), np.concatenate([values for _, values in some])
+
+
+def _flush_all() -> None:
+    call_all([annotations._flush_last for annotations in [*_living.values()]])
+
+
+_living: weakref.WeakValueDictionary[object, Annotations] = weakref.WeakValueDictionary()
+at_exit(_flush_all)

@@ -1,0 +1,232 @@
+"""Notes: what is known of rows: excluded, tagged, or a value such as a loss. Kept with the cache.
+
+Each call writes one small file into `notes/`, whole or not at all, with the next number, under cache.lock;
+files never change. Of two notes on one matter the one of the higher number counts. Neighbours of similar size
+are merged into one file, which has the numbers of both: so there are few. Who dies in between leaves a file
+within another's numbers, which nobody reads, and the next merge removes.
+
+There are two kinds. Marks (exclusions and tags) are on the disk before the call returns, and leave only with
+their segment. Values (annotations) may be lost in a power cut; above an eighth of the capacity the oldest
+leave.
+
+Guarantees: notes count in the capacity; who reads takes no lock, and sees a call's notes wholly or not at
+all; notes on rows that are gone are not seen.
+Must never: change a segment, or an epoch that is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from arrowcache.errors import CacheFormatError, warn
+from arrowcache.storage.layout import NoteFile
+from arrowcache.storage.note_lines import (
+    EXCLUDED,
+    INCLUDED,
+    NO_LINES,
+    TAGGED,
+    UNTAGGED,
+    VALUE,
+    NoteLines,
+    Rows,
+)
+from arrowcache.storage.row_ids import found, is_row_id
+from arrowcache.storage.store import Store
+from arrowcache.units import format_bytes
+
+MARKS, VALUES = "marks", "values"
+NO_TAGS = ("included", "all")  # what else may be said of rows
+_MOST_BYTES = 1 << 30  # of a file; what is cut off there is damage
+_MOST_MERGED = 32 << 20  # bytes of a file that is merged: cache.lock is held meanwhile
+_VALUES_SHARE = 8  # values take one such part of the capacity at most
+_ATTEMPTS = 100  # to read files that others merge meanwhile
+
+
+class Notes:
+    """The notes of one cache. Safe to use from several threads and processes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, NoteLines] = {}  # by the name of their file; replaced as a whole
+
+    # writing
+
+    def exclude(self, ids: NDArray[np.int64], reason: str) -> int:
+        """Have all that trains leave out rows (n, 2). Returns: the number of those still there."""
+        return self._mark(ids, EXCLUDED, reason)
+
+    def include(self, ids: NDArray[np.int64]) -> int:
+        """Take back the exclusion of rows (n, 2). Returns: the number of those still there."""
+        return self._mark(ids, INCLUDED, "")
+
+    def tag(self, ids: NDArray[np.int64], tag: str) -> int:
+        """Give rows (n, 2) a tag. Returns: the number of those still there."""
+        return self._mark(ids, TAGGED, require_tag(tag))
+
+    def untag(self, ids: NDArray[np.int64], tag: str) -> int:
+        """Take a tag off rows (n, 2). Returns: the number of those still there."""
+        return self._mark(ids, UNTAGGED, require_tag(tag))
+
+    def annotate(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]) -> None:
+        """Write values of rows, by name: rows (n, 2), values (n,). Those of rows that left are dropped.
+
+        Raises: ValueError: they are more than values may take.
+        """
+        counts = [len(value) for _, value in values.values()]
+        ids, value = (np.concatenate(each) for each in zip(*values.values(), strict=True))
+        lines = NoteLines.of(ids, VALUE, [*values], np.repeat(np.arange(len(counts)), counts), value)
+        with self._store.locked():
+            self._write(VALUES, lines)
+
+    def _mark(self, ids: NDArray[np.int64], what: int, text: str) -> int:
+        with self._store.locked():
+            rows = Rows.of(self._store.segments())
+            next_seq = self._store.folder.read_record().next_seq
+            _, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
+            ids = ids[is_there]
+            if len(ids):
+                self._write(MARKS, NoteLines.of(ids, what, [text]))
+        return len(ids)
+
+    def _write(self, kind: str, lines: NoteLines) -> None:
+        """Write lines as the newest file of a kind, merged with those before it; under cache.lock."""
+        folder, rows = self._store.folder, Rows.of(self._store.segments())
+        most = self._store.settings.capacity_bytes // _VALUES_SHARE
+        lines = lines.latest(rows)
+        if not lines.nbytes:
+            return
+        if kind == VALUES and lines.nbytes > most:
+            raise ValueError(
+                f"values of {format_bytes(lines.nbytes)} are more than an eighth of the cache's capacity: "
+                "annotate fewer rows, or raise the capacity"
+            )
+        number = 1 + max((file.last for file in folder.note_files()), default=-1)
+        files, new, largest = (
+            self._files(kind),
+            NoteFile(number, number, "", kind),
+            min(_MOST_MERGED, most // 8),
+        )
+        while files and (before := self._lines(files[-1])).nbytes <= min(2 * lines.nbytes, largest):
+            lines = before.joined(lines).latest(rows)
+            new = replace(new, first=files.pop().first)
+        data = lines.pack()
+        self._drop_old(files, rows, most - len(data) if kind == VALUES else None)
+        folder.sweep()
+        self._store.require_room(len(data))
+        new = replace(new, digest=xxhash.xxh3_64_hexdigest(data))
+        folder.link_note(new, data, syncs=kind == MARKS)
+        for file in folder.note_files():
+            if file.kind == kind and file != new and new.first <= file.first and file.last <= new.last:
+                folder.drop_note(file)
+
+    def _drop_old(self, files: list[NoteFile], rows: Rows, most: int | None) -> None:
+        """Drop files all of whose rows are gone, and the oldest beyond a size."""
+        nbytes = 0
+        for file in reversed(files):
+            notes = self._lines(file)
+            nbytes += notes.nbytes
+            if notes.is_before(rows) or (most is not None and nbytes > most):
+                self._store.folder.drop_note(file)
+
+    # reading
+
+    def version(self, kind: str) -> tuple[NoteFile, ...]:
+        """A value that changes with each note of a kind; empty before the first. Reads one folder."""
+        return tuple(self._files(kind))
+
+    def excluded(self, rows: Rows) -> NDArray[np.bool_]:
+        """Tell which rows are excluded: (rows,)."""
+        return self._marked(rows, INCLUDED, EXCLUDED)
+
+    def tagged(self, rows: Rows, tag: str) -> NDArray[np.bool_]:
+        """Tell which rows have a tag: (rows,)."""
+        return self._marked(rows, UNTAGGED, TAGGED, tag)
+
+    def values(self, rows: Rows, name: str) -> NDArray[np.float64]:
+        """The latest value of this name of each row: (rows,); NaN where none is."""
+        values = np.full(rows.size, np.nan)
+        for notes in self._all(VALUES):
+            at, numbers = notes.about(rows, notes.says(VALUE, VALUE, name))
+            values[numbers] = notes.lines["value"][at]  # of one place given twice NumPy takes the last
+        return values
+
+    def reasons(self, rows: Rows) -> list[str | None]:
+        """The reason of each excluded row, and None of the others: (rows,)."""
+        reasons = np.full(rows.size, None, object)
+        for notes in self._all(MARKS):
+            at, numbers = notes.about(rows, notes.says(INCLUDED, EXCLUDED))
+            lines = notes.lines[at]
+            texts = np.array(notes.texts, object)[lines["text"]]
+            reasons[numbers] = np.where(lines["what"] == EXCLUDED, texts, np.array(None))
+        return list(reasons)
+
+    def tags(self) -> list[str]:
+        """All tags that rows have or had, in order."""
+        return sorted({text for notes in self._all(MARKS) for text in notes.texts_of(UNTAGGED, TAGGED)})
+
+    def names(self) -> list[str]:
+        """The names of all values, in order."""
+        return sorted({text for notes in self._all(VALUES) for text in notes.texts_of(VALUE)})
+
+    def _marked(self, rows: Rows, off: int, on: int, text: str | None = None) -> NDArray[np.bool_]:
+        marked = np.zeros(rows.size, np.bool_)
+        for notes in self._all(MARKS):
+            at, numbers = notes.about(rows, notes.says(off, on, text))
+            marked[numbers] = notes.lines["what"][at] == on  # of one place given twice NumPy takes the last
+        return marked
+
+    def _all(self, kind: str) -> list[NoteLines]:
+        """All notes of a kind, file by file, in order."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                known = {file.name: self._lines(file) for file in self._files(kind)}
+                break
+            except FileNotFoundError:  # it was merged into another one meanwhile
+                if not left:
+                    raise
+        others = {name: lines for name, lines in self._known.items() if f".{kind}." not in name}
+        self._known = others | known
+        return [*known.values()]
+
+    def _files(self, kind: str) -> list[NoteFile]:
+        """The files of a kind, in order, without those whose numbers another one has, too."""
+        files: list[NoteFile] = []
+        for file in self._store.folder.note_files():
+            if file.kind == kind and not (files and file.last <= files[-1].last):
+                files.append(file)
+        return files
+
+    def _lines(self, file: NoteFile) -> NoteLines:
+        """The content of a file. Raises: FileNotFoundError: it was merged. CacheFormatError: damage."""
+        if (known := self._known.get(file.name)) is not None:
+            return known
+        folder, lines = self._store.folder, NO_LINES
+        path = folder.notes / file.name
+        data = folder.read_note(file, _MOST_BYTES)
+        if xxhash.xxh3_64_hexdigest(data) == file.digest:
+            lines = NoteLines.unpack(data, str(path))
+        elif file.kind == MARKS:
+            raise CacheFormatError(
+                f"{path} is damaged, which says which rows are excluded and tagged: move it elsewhere to go "
+                "on without its notes"
+            )
+        else:  # values are not synced
+            warn(f"{path} is damaged: its annotations are lost")
+        self._known = {**self._known, file.name: lines}
+        return lines
+
+
+def require_tag(tag: str) -> str:
+    """Return a tag. Raises: TypeError, ValueError: it is none, or means something else to `Loader(rows=)`."""
+    if not isinstance(tag, str):
+        raise TypeError(f"a tag must be a text, not {tag!r}")
+    if not tag or tag in NO_TAGS or is_row_id(tag):
+        raise ValueError(
+            f"{tag!r} cannot be a tag, since rows={tag!r} says something else: take another text"
+        )
+    return tag

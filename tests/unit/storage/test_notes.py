@@ -1,0 +1,379 @@
+"""Notes on rows: which count, how they are kept, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from helpers import in_child, make_cache, publish, sample
+
+import arrowcache as ac
+from arrowcache.storage.layout import NoteFile
+from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.notes import MARKS, VALUES, Notes
+
+SEGMENTS, ROWS = 4, 16
+ALL = [(seq, row) for seq in range(SEGMENTS) for row in range(ROWS)]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, SEGMENTS)
+    return cache
+
+
+def notes_of(cache):
+    """As another process reads them."""
+    return Notes(cache.store), Rows.of(cache.store.segments())
+
+
+def excluded(cache):
+    notes, rows = notes_of(cache)
+    return {ALL[number] for number in np.flatnonzero(notes.excluded(rows))}
+
+
+def tagged(cache, tag):
+    notes, rows = notes_of(cache)
+    return {ALL[number] for number in np.flatnonzero(notes.tagged(rows, tag))}
+
+
+def values(cache, name):
+    cache.close()
+    notes, rows = notes_of(ac.Cache.open(cache.path))
+    found = notes.values(rows, name)
+    return {row: value for row, value in zip(ALL, found.tolist(), strict=True) if value == value}
+
+
+def note_names(cache):
+    return sorted(os.listdir(cache.path / "notes"))
+
+
+def tag_until_full(cache):
+    newest = cache.stats().next_seq - 1
+    for number in range(300):
+        cache.tag((newest, 0), f"tag {number}" * 100)
+
+
+def nbytes_of(cache):
+    return sum(os.stat(cache.path / "notes" / name).st_size for name in note_names(cache))
+
+
+# what counts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_latest_note_on_each_matter_counts(cache, seed):
+    """Beside a model of dicts, in files that are merged again and again."""
+    rng = random.Random(seed)
+    model = {"excluded": set(), "hard": set(), "odd": set()}
+    losses, norms = {}, {}
+    other = ac.Cache.open(cache.path)
+    for _ in range(60):
+        rows = rng.choices(ALL, k=rng.choice([1, 1, 3, 40]))
+        here = rng.choice([cache, other])
+        match rng.randrange(6):
+            case 0:
+                assert here.exclude(rows, reason=str(rng.random())) == len(rows)
+                model["excluded"] |= {*rows}
+            case 1:
+                here.include(rows)
+                model["excluded"] -= {*rows}
+            case 2:
+                tag = rng.choice(["hard", "odd"])
+                here.tag(rows, tag)
+                model[tag] |= {*rows}
+            case 3:
+                tag = rng.choice(["hard", "odd"])
+                here.untag(rows, tag)
+                model[tag] -= {*rows}
+            case 4:
+                given = [rng.random() for _ in rows]
+                cache.annotate(rows, loss=given)
+                losses |= dict(zip(rows, given, strict=True))
+            case _:
+                given = [rng.random() for _ in rows]
+                cache.annotate(rows, loss=given, norm=np.float32(2))
+                losses |= dict(zip(rows, given, strict=True))
+                norms |= dict.fromkeys(rows, 2.0)
+    assert excluded(cache) == model["excluded"]
+    assert (tagged(cache, "hard"), tagged(cache, "odd")) == (model["hard"], model["odd"])
+    assert values(cache, "loss") == losses
+    assert values(other, "norm") == norms
+    assert len(note_names(other)) < 20
+    assert ac.Cache.open(cache.path).verify() == []
+
+
+def test_names_tags_and_reasons_are_told(cache):
+    notes, rows = notes_of(cache)
+    assert (notes.tags(), notes.names(), notes.version(MARKS), notes.version(VALUES)) == ([], [], (), ())
+    cache.exclude("1:2", reason="blurred")
+    cache.exclude("1:3")
+    cache.exclude("0:0", reason="no more")
+    cache.include("0:0")
+    cache.tag("0:1", "hard")
+    cache.untag("0:1", "hard")
+    cache.annotate("0:1", loss=3, norm=np.nan)
+    cache.close()
+    assert (notes.tags(), notes.names()) == (["hard"], ["loss", "norm"])
+    reasons = {ALL[at]: reason for at, reason in enumerate(notes.reasons(rows)) if reason is not None}
+    assert reasons == {(1, 2): "blurred", (1, 3): ""}
+    assert np.isnan(notes.values(rows, "norm")).all()
+
+
+def test_a_value_that_is_nan_takes_back_one(cache):
+    cache.annotate([(0, 0), (0, 1)], loss=[1, 2])
+    cache.annotate((0, 0), loss=float("nan"))
+    assert values(cache, "loss") == {(0, 1): 2.0}
+
+
+def test_rows_that_left_are_passed_over_and_rows_that_never_were_refused(cache):
+    cache.exclude([(0, 1), (1, 1)])
+    cache.evict(1)
+    assert cache.exclude([(0, 0), (0, 1), (1, 0)]) == 1
+    assert cache.exclude([(0, 0)]) == 0
+    notes, rows = notes_of(cache)
+    assert np.flatnonzero(notes.excluded(rows)).tolist() == [0, 1]  # of segment 1
+    for ids, why in [((1, 16), "has 16 rows, from 0 on"), ((4, 0), "the next one gets 4")]:
+        with pytest.raises(IndexError, match=f"never was in the cache.*{why}"):
+            cache.tag(ids, "hard")
+
+
+def test_notes_on_rows_that_left_are_dropped_as_files_are_merged(cache):
+    for number in range(40):
+        cache.tag(ALL, f"tag {number}")
+    cache.tag("3:0", "last")
+    before = nbytes_of(cache)
+    for _ in range(3):
+        cache.evict(1)
+    cache.tag([(3, row) for row in range(16)], "other")
+    assert nbytes_of(cache) > before
+    for number in range(80):
+        cache.tag([(3, row) for row in range(16)], f"other {number}")
+    notes, rows = notes_of(cache)
+    assert notes.tagged(rows, "tag 39").all()
+    assert notes.tagged(rows, "last").sum() == 1
+    publish(cache, 1)
+    cache.evict(1)
+    cache.tag("4:0", "new")
+    assert nbytes_of(cache) < before / 10
+
+
+# wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda cache: cache.exclude((0, 0), reason=3), TypeError, "reason must be a text, not 3"),
+        (lambda cache: cache.exclude(7), TypeError, "ids=7: name rows by"),
+        (lambda cache: cache.tag((0, 0), 3), TypeError, "a tag must be a text, not 3"),
+        (lambda cache: cache.tag((0, 0), ""), ValueError, "cannot be a tag"),
+        (lambda cache: cache.tag((0, 0), "all"), ValueError, "'all' cannot be a tag"),
+        (lambda cache: cache.untag((0, 0), "included"), ValueError, "'included' cannot be a tag"),
+        (lambda cache: cache.tag((0, 0), "3:4"), ValueError, "'3:4' cannot be a tag"),
+        (lambda cache: cache.annotate((0, 0)), ValueError, r"cache.annotate\(ids, loss=losses\)"),
+        (lambda cache: cache.annotate((0, 0), image=1), ValueError, "'image', which is a column's"),
+        (lambda cache: cache.annotate((0, 0), _seq=1), ValueError, "'_seq', which is a column's"),
+        (lambda cache: cache.annotate((0, 0), loss=[1, 2]), ValueError, r"shape \(2,\) .* there are 1 ids"),
+        (lambda cache: cache.annotate((0, 0), loss="high"), ValueError, "give a number for each, or one"),
+        (lambda cache: cache.annotate((0, 0), loss=[[1]]), ValueError, r"shape \(1, 1\)"),
+    ],
+)
+def test_what_is_no_note_is_refused_and_nothing_is_written(cache, call, error, words):
+    with pytest.raises(error, match=words):
+        call(cache)
+    assert not (cache.path / "notes").exists()
+
+
+def test_a_closed_cache_takes_no_note(cache):
+    cache.close()
+    for call in (lambda: cache.exclude((0, 0)), lambda: cache.annotate((0, 0), loss=1)):
+        with pytest.raises(ValueError, match="the cache is closed"):
+            call()
+
+
+# files
+
+
+def test_no_note_no_folder_and_then_older_releases_refuse_the_cache(cache):
+    assert not (cache.path / "notes").exists()
+    cache.exclude("0:0")
+    assert os.stat(cache.path / "notes").st_mode & 0o777 == 0o700
+    (name,) = note_names(cache)
+    assert NoteFile.parse(name).name == name
+    assert NoteFile.parse(f"{name}.bak") is None
+
+
+def test_files_that_a_merge_has_left_are_not_read_and_go_with_the_next(cache):
+    cache.exclude("0:0")
+    (first,) = note_names(cache)
+    data = (cache.path / "notes" / first).read_bytes()
+    cache.include("0:0")
+    (cache.path / "notes" / first).write_bytes(data)
+    assert excluded(cache) == set()
+    cache.exclude("0:1")
+    assert excluded(cache) == {(0, 1)}
+    assert first not in note_names(cache)
+
+
+def test_who_reads_while_others_write_and_merge_sees_each_call_wholly(cache):
+    is_over = threading.Event()
+
+    def write() -> None:
+        for turn in range(150):
+            [cache.exclude, cache.include][turn % 2](ALL)
+        is_over.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not is_over.is_set():
+        seen.add(len(excluded(cache)))
+    writer.join()
+    assert seen <= {0, len(ALL)}
+    assert excluded(cache) == set()
+
+
+def test_a_damaged_file_of_marks_is_an_error_and_one_of_values_is_left_out(cache):
+    cache.annotate("0:0", loss=1)
+    cache.close()
+    cache = ac.Cache.open(cache.path)
+    (name,) = note_names(cache)
+    (cache.path / "notes" / name).write_bytes(b"\0" * 1000)
+    notes, rows = notes_of(cache)
+    with pytest.warns(RuntimeWarning, match=f"{name} is damaged: its annotations are lost"):
+        assert np.isnan(notes.values(rows, "loss")).all()
+    cache.exclude("0:0")
+    (name,) = (name for name in note_names(cache) if ".marks." in name)
+    (cache.path / "notes" / name).write_bytes(b"\0" * 1000)
+    with pytest.raises(ac.CacheFormatError, match=f"{name} is damaged.*move it elsewhere"):
+        excluded(cache)
+
+
+def test_names_of_somebody_else_are_left_alone(cache):
+    cache.exclude("0:0")
+    (cache.path / "notes" / "README").write_text("mine")
+    cache.include("0:0")
+    assert excluded(cache) == set()
+    assert (cache.path / "notes" / "README").read_text() == "mine"
+
+
+# room
+
+
+def test_notes_count_in_the_capacity(cache):
+    before = cache.stats().allocated_bytes
+    cache.exclude(ALL)
+    assert cache.stats().allocated_bytes > before
+
+
+def test_on_a_full_cache_the_oldest_segments_make_room_for_notes(tmp_path):
+    cache = make_cache(tmp_path / "cache", headroom=0)
+    publish(cache, 60)
+    newest = cache.stats().next_seq - 1
+    rows = [(newest, row) for row in range(16)]
+    for number in range(300):
+        cache.tag(rows, f"tag {number}")
+        assert cache.stats().allocated_bytes <= cache.stats().capacity_bytes
+    publish(cache, 60)
+    with cache.snapshot(), pytest.raises(ac.CacheFullError, match=r"a file of .* needs .* to be freed"):
+        tag_until_full(cache)
+    assert cache.verify() == []
+
+
+def test_values_take_an_eighth_and_the_oldest_leave(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    cache.exclude("0:0")
+    ids = np.array([(seq, row) for seq in range(2) for row in range(16)])
+    for turn in range(12):
+        names = [f"value_{turn}_{number}" for number in range(100 if turn < 4 else 30)]
+        Notes(cache.store).annotate(dict.fromkeys(names, (ids, np.zeros(32))))
+    notes, rows = notes_of(cache)
+    assert "value_0_0" not in notes.names()
+    assert np.isfinite(notes.values(rows, "value_11_29")).all()
+    assert notes.excluded(rows)[0]
+    assert nbytes_of(cache) <= cache.stats().capacity_bytes / 8 + 4096
+    with pytest.raises(ValueError, match="more than an eighth of the cache's capacity"):
+        Notes(cache.store).annotate({f"value {number}": (ids, np.zeros(32)) for number in range(200)})
+
+
+# who dies
+
+
+def test_an_exclusion_outlives_its_process_at_once_and_values_its_orderly_end(cache):
+    end = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    for last, losses in ((end, 0), ("", 1)):
+        lines = [
+            "import sys, arrowcache as ac",
+            "cache = ac.Cache.open(sys.argv[1])",
+            "cache.exclude('1:1'); cache.tag('1:2', 'hard'); cache.annotate('1:3', loss=4)",
+            last,
+        ]
+        subprocess.run([sys.executable, "-c", "\n".join(lines), cache.path], check=False, timeout=60)
+        assert (excluded(cache), tagged(cache, "hard")) == ({(1, 1)}, {(1, 2)})
+        notes, rows = notes_of(cache)
+        assert np.isfinite(notes.values(rows, "loss")).sum() == losses
+    assert cache.verify() == []
+
+
+def test_a_forked_child_writes_only_values_of_its_own(cache):
+    cache.annotate("0:0", loss=1)
+
+    def child() -> None:
+        cache.annotate("0:1", loss=2)
+        cache.close()
+        notes, rows = notes_of(ac.Cache.open(cache.path))
+        assert np.flatnonzero(np.isfinite(notes.values(rows, "loss"))).tolist() == [1]
+
+    with in_child(child):
+        pass
+    assert values(cache, "loss") == {(0, 0): 1.0, (0, 1): 2.0}
+
+
+def test_a_dataset_s_cache_has_no_notes(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from arrowcache.torch import cached
+
+    items = torch.utils.data.TensorDataset(torch.zeros(3, 2))
+    with cached(items, tmp_path / "items", capacity="10MB") as train:
+        for call in (train.cache.exclude, lambda ids: train.cache.annotate(ids, loss=1)):
+            with pytest.raises(ValueError, match=r"has no notes on rows.*Subset of the dataset"):
+                call((0, 0))
+
+
+def test_annotating_makes_one_thread_which_ends(cache):
+    for _ in range(3):
+        cache.annotate("0:0", loss=1)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("arrowcache-annotate") == 1
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "arrowcache-annotate")
+    thread.join(60)
+    assert not thread.is_alive()
+    assert values(cache, "loss") == {(0, 0): 1.0}
+
+
+def test_values_that_cannot_be_written_are_kept_and_written_later(cache, monkeypatch):
+    def fails(*_: object) -> None:
+        raise ac.CacheFullError("no room")
+
+    monkeypatch.setattr(Notes, "annotate", fails)
+    cache.annotate("0:0", loss=1)
+    with pytest.raises(ac.CacheFullError):
+        cache.close()
+    monkeypatch.undo()
+    assert values(cache, "loss") == {(0, 0): 1.0}
+
+
+def test_what_a_sample_says_stays_as_it_is(cache):
+    cache.exclude(ALL)
+    cache.annotate(ALL, loss=1)
+    with cache.snapshot() as snapshot:
+        found = snapshot.gather(np.arange(64))
+    assert np.array_equal(found["image"], np.stack([sample(number)["image"] for number in range(64)]))

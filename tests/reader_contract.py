@@ -203,6 +203,48 @@ class Contract:
         assert [list(batch) for batch in batches] == [["image"]] * 2
         assert [int(plain(batch["image"])[0, 0, 0]) for batch in batches] == [0, 80]
 
+    @pytest.mark.parametrize("shuffle", SHUFFLES)
+    def test_rows_that_are_excluded_or_not_selected_are_left_out(self, face, cache, shuffle):
+        options = {"shuffle": shuffle, "seed": 3, "drop_last": False}
+        cache.exclude([(seq, seq) for seq in range(10)])
+        for rows in ("included", lambda columns: columns["id"] % 3 != 0, [(0, 0), (0, 1), (9, 15), (5, 5)]):
+            with (
+                face.make(cache, 14, rows=rows, **options) as reader,
+                ac.Loader(cache, 14, rows=rows, **options) as own,
+            ):
+                found, wanted = [ids_of([batch]) for batch in reader], [ids_of([batch]) for batch in own]
+                assert found == wanted
+                assert not {*range(0, 160, 17)} & {*itertools.chain(*found)}
+        assert sorted(itertools.chain(*found)) == [1, 159]
+
+    def test_an_exclusion_holds_from_the_next_epoch_on(self, face, cache):
+        with face.make(cache, 16) as reader:
+            epoch = iter(reader)
+            first = ids_of([next(epoch)])
+            cache.exclude([(row // 16, row % 16) for row in range(80)])
+            assert sorted(first + ids_of(epoch)) == IDS
+            assert sorted(ids_of(reader)) == IDS[80:]
+            cache.include((0, 0))
+            cache.exclude([(9, row) for row in range(1, 16)])
+            with face.make(cache, 1, rows="included", drop_last=False) as another:
+                assert sorted(ids_of(another)) == [0, *range(80, 145)]
+            with face.make(cache, 16, rows="all") as another:
+                assert sorted(ids_of(another)) == IDS
+
+    def test_a_state_keeps_the_rows_with_which_its_epoch_began(self, face, cache):
+        face.needs("state")
+        with face.make(cache, 8, rows=lambda columns: columns["id"] >= 40) as reader:
+            epoch = iter(reader)
+            first = ids_of(itertools.islice(epoch, 3))
+            state = reader.state_dict()
+            rest = ids_of(epoch)
+        cache.exclude([(5, row) for row in range(16)])
+        with face.make(cache, 8, rows="included") as reader:
+            reader.load_state_dict(state)
+            assert ids_of(reader) == rest
+            assert sorted(first + rest) == IDS[40:]
+            assert sorted(ids_of(reader)) == sorted({*IDS} - {*range(80, 96)})
+
     def test_ids_say_where_each_row_comes_from(self, face, cache):
         face.needs("ids")
         with face.make(cache, 16, with_ids=True, columns=["id"]) as reader:

@@ -41,16 +41,19 @@ class RowColumns(Mapping[str, Any]):
         if name in self._snapshot.columns:
             return self._snapshot.gather(self._ids, [name])[name]
         self.has_read_notes = True
-        if name in (names := self._notes.names()):
+        if name in self._notes.names():
             return self._notes.values(Rows.of([self._segment]), name)
         raise KeyError(
             f"rows have no column {name!r}, and cache.annotate() noted no value of that name: there are "
-            f"{', '.join([*self._snapshot.columns, *ID_COLUMNS, *names])}"
+            f"{', '.join(self._names())}"
         )
 
     def __iter__(self) -> Iterator[str]:
-        self.has_read_notes = True
-        return iter([*self._snapshot.columns, *ID_COLUMNS, *self._notes.names()])
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return len([*self])
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        self.has_read_notes = True
+        return [*self._snapshot.columns, *ID_COLUMNS, *self._notes.names()]

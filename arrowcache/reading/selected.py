@@ -53,8 +53,9 @@ class Selected:
     """
 
     def __init__(self, seqs: NDArray[np.int64], rows: NDArray[np.int64], bitmaps: Bitmaps = ALL) -> None:
-        self._seqs, self._rows, self._bitmaps = seqs, rows, bitmaps
-        self.are_all = not bitmaps
+        self._seqs, self._rows = seqs, rows
+        self._bitmaps = bitmaps and {seq: bitmaps[seq] for seq in seqs.tolist() if seq in bitmaps}
+        self.are_all = not self._bitmaps
 
     @cached_property
     def size(self) -> int:
@@ -65,30 +66,40 @@ class Selected:
         """Return the row ids (n,) of selected rows (n,) in a snapshot of these segments."""
         if self.are_all:
             return numbers
-        starts, shifts, is_part, tables, skipped = self._table
-        segments = starts.searchsorted(numbers, side="right") - 1
-        ids: NDArray[np.int64] = numbers + shifts[segments]
-        ids += skipped[numbers * is_part[segments] + tables[segments]]
+        starts, is_part, places, left_out = self._table
+        lines = numbers
+        if len(starts) > 1:
+            runs = starts.searchsorted(numbers, side="right") - 1
+            lines = numbers * is_part[runs] + places[runs]
+        ids: NDArray[np.int64] = numbers + left_out[lines]
         return ids
 
     @cached_property
     def _table(self) -> tuple[NDArray[Any], ...]:
         """The numbers that `ids` looks up.
 
-        Of each segment: the number of its first selected row; the rows left out before it; 1 if it is
-        selected in part; where it then begins in the table, less its first number. And the table: the rows of
-        the same segment left out before each selected row, after a 0 for segments that are whole.
+        A table has the number of rows left out before each selected one. It has one line for all rows of a
+        segment that is whole. Runs of segments that are read in part are as one. Of each run and each whole
+        segment: the number of its first selected row; 1 if it is read in part; its first line, of a run less
+        that number.
         """
         counts = counts_of(self._seqs, self._rows, self._bitmaps)
-        starts = starts_of(counts)[:-1]
-        is_part, tables = np.zeros((2, len(starts)), np.int64)
-        skipped, size = [np.zeros(1, np.uint32)], 1
+        firsts, before = starts_of(counts)[:-1].tolist(), starts_of(self._rows)[:-1].tolist()
+        dtype = np.uint32 if self._rows.sum() < 1 << 32 else np.int64
+        runs: list[tuple[int, int, int]] = []
+        table, size = [np.empty(0, dtype)], 0
         for index, seq in enumerate(self._seqs.tolist()):
-            if (bits := self._bitmaps.get(seq)) is None:
-                continue
-            mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=int(self._rows[index]))
-            chosen = mask.nonzero()[0]
-            skipped.append((chosen - np.arange(len(chosen))).astype(np.uint32))
-            is_part[index], tables[index] = 1, size - starts[index]
-            size += len(chosen)
-        return starts, starts_of(self._rows)[:-1] - starts, is_part, tables, np.concatenate(skipped)
+            bits, first = self._bitmaps.get(seq), firsts[index]
+            if bits is None:
+                runs.append((first, 0, size))
+                ids, numbers = np.array([before[index]]), np.array([first])
+            else:
+                if not runs or not runs[-1][1]:
+                    runs.append((first, 1, size - first))
+                mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=int(self._rows[index]))
+                ids = mask.nonzero()[0] + before[index]
+                numbers = np.arange(first, first + len(ids))
+            table.append((ids - numbers).astype(dtype))
+            size += len(ids)
+        starts, is_part, places = np.array(runs, np.int64).T
+        return starts, is_part, places, np.concatenate(table)

@@ -23,7 +23,7 @@ from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS, NO_TAGS, VALUES, Notes, require_tag
-from arrowcache.storage.row_ids import row_ids
+from arrowcache.storage.row_ids import is_row_id, row_ids
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count
 
@@ -102,10 +102,10 @@ def require_rows(rows: object) -> object:
 
     Raises: TypeError, ValueError: it says no rows.
     """
-    if isinstance(rows, str):
-        return rows if rows in NO_TAGS else require_tag(rows)
-    if callable(rows):
+    if callable(rows) or (isinstance(rows, str) and rows in NO_TAGS):
         return rows
+    if isinstance(rows, str) and not is_row_id(rows):
+        return require_tag(rows)
     try:
         return row_ids(rows)
     except TypeError as error:

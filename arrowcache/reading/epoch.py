@@ -387,9 +387,10 @@ class Epochs:
             lengths: of the snapshot's selected rows, where batches are made by them.
         """
         options, seqs, rows, window_rows = self._options, np.empty(0, np.int64), np.empty(0, np.int64), 1
-        bitmaps = ALL
+        bitmaps, weights = ALL, None
         if snapshot is not None:
-            seqs, rows, bitmaps = snapshot.seqs, snapshot.segment_rows, snapshot.bitmaps
+            seqs, rows = snapshot.seqs, snapshot.segment_rows
+            bitmaps, weights = snapshot.bitmaps, snapshot.weights
             window_rows = max(1, options.window_nbytes * len(snapshot) // max(1, snapshot.nbytes))
         plan = Plan(
             epoch=number,
@@ -401,6 +402,7 @@ class Epochs:
             seqs=seqs,
             rows=rows,
             bitmaps=bitmaps,
+            weights=weights,
         )
         if lengths is None or options.budget is None:
             return plan
@@ -431,10 +433,11 @@ class Epochs:
             order = order_of(
                 plan, present, options.most_rows, shard, options.drop_last, keeps_steps=keeps_steps
             )
-        if order.missing:
-            gone = len(plan.seqs) - len(present)
+        gone = len(plan.seqs) - len(present)
+        if order.missing or (gone and plan.weights is not None):
+            which = f"{order.missing} rows" if plan.weights is None else "draws from some segments"
             fact = (
-                f"{order.missing} rows of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
+                f"{which} of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
                 "segments have left the cache since the state was saved"
             )
             if missing == "raise":

@@ -25,12 +25,17 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.view import uncopied
+from arrowcache.reading.weights_file import read_weights, write_weights
 from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.row_ids import row_ids
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from arrowcache.reading.workers.remote import RemoteAssembly
 
@@ -103,6 +108,10 @@ class Loader(Closable):
         length_of: name of the column that tells the length of each row, for `batch_tokens`: the number of
             items of a ragged column, or the value of an integer one of shape (). It need not be among
             `columns`. An empty row counts as 1.
+        weights: draw rows with replacement, each as often as its weight says: the name of an annotation
+            (`Cache.annotate`; a row without one weighs as much as the heaviest) or of a column of one number
+            a row, or a function as of `rows` that gives (rows,) numbers. Weights are frozen when an epoch
+            begins, so `epoch_rows` is the interval at which new ones take hold. None means each row once.
 
     Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,
@@ -165,14 +174,18 @@ class Loader(Closable):
 
         Returns: plain ints, strings and lists, a few hundred bytes, and some 15 more for each segment whose
             number of rows differs from the one before it; with `batch_tokens` also a bit for each row of some
-            hundred batches, as text. It is the same on all ranks, and loadable with
+            hundred batches, as text; and where an epoch does not read all rows, of each segment that it reads
+            in part, a bit for each row, as text. It is the same on all ranks, and loadable with
             `torch.load(weights_only=True)`. After a `break` it is the state of the epoch that was left; after
             the end of an epoch, of the next one.
         """
         progress = self._epochs.progress
-        if progress is None or self._is_over(progress):
-            return self._epochs.planned.to_state()
-        return progress.rest().to_state()
+        is_begun = progress is not None and not self._is_over(progress)
+        plan = progress.rest() if progress is not None and is_begun else self._epochs.planned
+        if plan.weights is not None:
+            with self._store.locked():
+                write_weights(self._store, plan.weights)
+        return plan.to_state()
 
     def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
         """Let the next `for` finish the epoch of a saved state, then go on with the one after it.
@@ -193,16 +206,33 @@ class Loader(Closable):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
+        name = state.get("weights") if isinstance(state, dict) and state.get("segments") else None
         plan = Plan.from_state(
             state,
             self._store.settings.full_rows,
             has_buckets=self._options.budget is not None,
             packing=self._packing,
+            weights=read_weights(self._store, name) if name else None,
         )
         if missing == "raise":
             self._epochs.require(plan)
         self._end_current("a state was loaded")
         self._epochs.resume(plan, missing)
+
+    def probabilities(self, ids: object) -> NDArray[np.float64]:
+        """Return the probability of rows to be one draw of the epoch in progress, or of the last one.
+
+        A loss that is divided by it has the mean that equal weights would give (importance sampling).
+
+        Args:
+            ids: the rows, as of `Cache.exclude`; batches of `with_ids=True` have them.
+        Returns: (n,), 0 for rows that are not in the epoch.
+        Raises: ValueError: no `weights`, or no epoch has begun. TypeError, ValueError: not ids.
+        """
+        progress = self._epochs.progress
+        if progress is None or progress.plan.weights is None:
+            raise ValueError("probabilities are those of Loader(weights=...), of an epoch that has begun")
+        return progress.plan.probabilities(row_ids(ids))
 
     def assert_zero_copy(self) -> None:
         """Require that batches are views, now and later: nothing is copied.

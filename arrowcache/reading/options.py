@@ -21,6 +21,7 @@ from arrowcache.reading.membership import Membership, membership, require_name
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.plan import require_shuffle
 from arrowcache.reading.selection import INCLUDED, require_rows, rows_term
+from arrowcache.reading.weighing import require_weights
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
 from arrowcache.units import (
@@ -80,6 +81,7 @@ class LoaderArguments(EpochArguments, total=False):
     with_ids: bool
     batch_tokens: int | None
     length_of: str | None
+    weights: str | Callable[[Mapping[str, Any]], object] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class LoaderOptions:
     paced: bool = True
     batch_tokens: int | None = None
     length_of: str | None = None
+    weights: str | Callable[[Mapping[str, Any]], object] | None = None
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
@@ -125,11 +128,17 @@ class LoaderOptions:
 
     def __post_init__(self, settings: Settings) -> None:
         names = settings.schema.select(self.columns, least=1)
+        require_weights(self.weights, settings.schema)
         require_function(self.where, "where")
         require_function(self.transform, "transform")
         require_shuffle(self.shuffle)
         if self.worker_type not in WORKER_TYPES:
             raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
+        if self.weights is not None and self.shuffle != "rows":
+            raise ValueError(
+                f"weights= draws rows from everywhere, which is not the order of shuffle={self.shuffle!r}: "
+                "leave shuffle out"
+            )
         if self.window_bytes is not None and self.shuffle != "window":
             raise ValueError(f"window_bytes belongs to shuffle='window', not {self.shuffle!r}: leave it out")
         for flag in ("drop_last", "with_ids", "paced"):
@@ -179,7 +188,8 @@ class LoaderOptions:
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
         terms = {name: getattr(self, name) for name in _TERMS}
-        terms |= {"window_bytes": self.window_nbytes, "rows": rows_term(self.rows)}
+        weights = self.weights if self.weights is None or isinstance(self.weights, str) else "a function"
+        terms |= {"window_bytes": self.window_nbytes, "rows": rows_term(self.rows), "weights": weights}
         return terms if self.packing is None else terms | self.packing.terms()
 
     def step_rows(self, world_size: int) -> int:
@@ -227,6 +237,8 @@ class LoaderOptions:
                 f"batch_tokens={self.batch_tokens!r} takes the place of batch_size={self.batch_size!r}: "
                 "leave one out"
             )
+        if self.weights is not None:
+            raise ValueError("batch_tokens has each row once, and weights draws rows: leave one out")
         if self.shuffle not in ("rows", None):
             raise ValueError(
                 f"batch_tokens sorts rows by length, which is not the order of shuffle={self.shuffle!r}: "

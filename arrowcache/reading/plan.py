@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.packing import Packing, Within, require_packing
-from arrowcache.reading.selected import Bitmaps, counts_of, padding
-from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
+from arrowcache.reading.selected import Bitmaps, Selected, counts_of, padding
+from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, starts_of
+from arrowcache.reading.weights import Draws, Weights
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
 from arrowcache.units import MOST_COUNTED, parse_count
 
@@ -26,7 +27,7 @@ SHUFFLES = ("rows", "window", "blocks", None)
 
 _FORMAT, _VERSION = "arrowcache.loader", 2
 _BUDGET_VERSION = 3  # of states with buckets
-_SELECTED_VERSION = 4  # of states with selected rows
+_SELECTED_VERSION = 4  # of states with selected rows, or weights
 _PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
 _OTHER_ORDER = 1  # version of states in 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
@@ -40,7 +41,8 @@ class Plan:
     select, `counts` of each segment: all where there is no bitmap. `shuffle` is "rows" (all of them,
     uniformly), "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its
     begin), or None (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if
-    "rows", a draw without replacement); above, reshuffled passes. None means one pass.
+    "rows", a draw without replacement); above, reshuffled passes. None means one pass. With `weights` of the
+    selected rows it is as many draws with replacement.
 
     `buckets` are the parts of the stream whose rows are sorted by length (budget.py); 0 where batches have
     equally many rows. `taken` has a bit for each row of the bucket at the position, 1 if it was delivered: so
@@ -61,6 +63,7 @@ class Plan:
     taken: bytes = b""
     within: Within | None = None
     bitmaps: Bitmaps = field(default_factory=dict)
+    weights: Weights | None = None
     counts: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,9 +79,40 @@ class Plan:
         """True if segments are read one after another, oldest first."""
         return self.shuffle in ("window", None)
 
+    @property
+    def pass_rows(self) -> int:
+        """Return the rows of one pass. Draws by weights are all of one."""
+        return int(self.counts.sum()) if self.weights is None else self.stream_rows
+
+    def without(self, gone: NDArray[np.bool_]) -> Plan:
+        """Return the plan of draws from fewer segments.
+
+        Args:
+            gone: (segments,) True for those that are left out.
+        """
+        assert self.weights is not None
+        weights = Weights(self.weights.of_rows[~np.repeat(gone, self.counts)])
+        seqs, rows = self.seqs[~gone], self.rows[~gone]
+        bitmaps = {seq: self.bitmaps[seq] for seq in seqs.tolist() if seq in self.bitmaps}
+        return replace(
+            self, seqs=seqs, rows=rows, bitmaps=bitmaps, weights=weights, epoch_rows=self.stream_rows
+        )
+
+    def probabilities(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the probability (n,) of rows (n, 2) to be what one draw gives; 0 of other epochs' rows."""
+        assert self.weights is not None
+        selected, found = Selected(self.seqs, self.rows, self.bitmaps), np.zeros(len(ids))
+        indices = np.minimum(self.seqs.searchsorted(ids[:, 0]), len(self.seqs) - 1)
+        is_there = (self.seqs[indices] == ids[:, 0]) & (ids[:, 1] < self.rows[indices])
+        numbers, is_selected = selected.numbers((starts_of(self.rows)[indices] + ids[:, 1])[is_there])
+        found[np.flatnonzero(is_there)[is_selected]] = self.weights.probabilities(numbers)
+        return found
+
     def row_order(self, number: int) -> RowOrder:
         """Return the order of a pass over all selected rows: the first one has the number 0."""
         key = (self.epoch, number)
+        if self.weights is not None:
+            return Draws(self.weights, len(self.counts), self.stream_rows, self.seed, key)
         match self.shuffle:
             case "rows":
                 return Permutation(int(self.counts.sum()), self.seed, key, len(self.counts))
@@ -118,6 +152,8 @@ class Plan:
         if self.bitmaps:
             selected = [[seq, base64.b64encode(bits).decode()] for seq, bits in self.bitmaps.items()]
             state |= {"version": _SELECTED_VERSION, "selected": selected}
+        if self.weights is not None:
+            state |= {"version": _SELECTED_VERSION, "weights": self.weights.name}
         return state
 
     @classmethod
@@ -128,6 +164,7 @@ class Plan:
         *,
         has_buckets: bool = False,
         packing: Packing | None = None,
+        weights: Weights | None = None,
     ) -> Plan:
         """The inverse of `to_state`.
 
@@ -135,6 +172,7 @@ class Plan:
             most_rows: most rows of a segment in the cache; bounds the work of a resume.
             has_buckets: True if the epoch is to go on with batches by length.
             packing: sequences that the reader makes. None means batches of rows.
+            weights: those that the state names.
         Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
             epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences. The
             message says what is wrong.
@@ -173,6 +211,7 @@ class Plan:
                     parse_count(seq, "seq", least=0): base64.b64decode(bits, validate=True)
                     for seq, bits in state.get("selected", ())
                 },
+                weights=weights,
             )
             if "buckets" in state and len(seqs):
                 buckets = parse_count(state["buckets"], "buckets", most=max(1, plan.stream_rows))
@@ -195,6 +234,8 @@ class Plan:
                 f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
                 "'segments': []}"
             )
+        if weights is not None and len(weights.of_rows) != plan.counts.sum():
+            raise ValueError(f"the state is damaged: it has {len(weights.of_rows)} weights of other rows")
         if not plan._has_fit_bitmaps():
             raise ValueError("the state is damaged: the rows that are selected do not fit its segments")
         if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:

@@ -40,6 +40,7 @@ from arrowcache.lifetimes import Mutex, forgets_in_child, until_exit
 from arrowcache.os_errors import explaining
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.weights_file import read_weights, write_weights
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
 from arrowcache.storage.lease import Lease
@@ -196,6 +197,7 @@ class Agreement:
                 next_seq=record.next_seq,
                 left_out_rows=record.left_out_rows,
                 bitmaps=record.bitmaps,
+                weights=read_weights(self._store, record.weights) if record.weights else None,
             )
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
@@ -205,9 +207,12 @@ class Agreement:
         """Link the epoch's file, in place of debris; under cache.lock, with the segments leased."""
         folder, segments = self._store.folder, mine.segments
         seqs = [segment.seq for segment in segments]
-        data = RanksRecord(terms, seqs, mine.next_seq, mine.left_out_rows, mine.bitmaps).pack()
+        weights = "" if mine.weights is None else mine.weights.name
+        data = RanksRecord(terms, seqs, mine.next_seq, mine.left_out_rows, mine.bitmaps, weights).pack()
         data += joiner_line(self._membership.rank, os.getpid())
         folder.sweep()
+        if mine.weights is not None:
+            write_weights(self._store, mine.weights)
         self._store.require_room(len(data))
         keeper = self._lease(segments)
         with ExitStack() as undo:

@@ -74,6 +74,18 @@ class Selected:
         ids: NDArray[np.int64] = numbers + left_out[lines]
         return ids
 
+    def numbers(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The inverse of `ids`: numbers of the row ids (n,) that are selected, and a mask (n,) of these."""
+        if self.are_all:
+            return ids, np.ones(len(ids), np.bool_)
+        numbers = self._all_ids.searchsorted(ids)
+        is_selected = np.append(self._all_ids, -1)[numbers] == ids
+        return numbers[is_selected].astype(np.int64), is_selected
+
+    @cached_property
+    def _all_ids(self) -> NDArray[np.int64]:
+        return self.ids(np.arange(self.size))
+
     @cached_property
     def _table(self) -> tuple[NDArray[Any], ...]:
         """The numbers that `ids` looks up.

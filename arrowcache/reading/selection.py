@@ -1,28 +1,22 @@
 """Selection: decides which rows of a snapshot an epoch reads: `rows=` of a loader, and what is excluded.
 
-A mask function is called once for each segment, and what it said is kept as long as the segment is in the
-loader's snapshots; what it says of notes, such as values, only until there are newer ones. Excluded rows are
-left out whatever else is asked for, unless all rows are.
+Excluded rows are left out whatever else is asked for, unless all rows are.
 
 Must never: change the rows of an epoch that has begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.reading.row_columns import RowColumns
+from arrowcache.reading.segment_function import SegmentFunction
 from arrowcache.reading.selected import Bitmaps, bitmap
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import MARKS, NO_TAGS, VALUES, Notes, require_tag
+from arrowcache.storage.notes import MARKS, NO_TAGS, Notes, require_tag
 from arrowcache.storage.row_ids import is_row_id, row_ids
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count
@@ -41,9 +35,7 @@ class Selection:
 
     def __init__(self, store: Store, rows: object) -> None:
         self._store, self._rows, self._notes = store, rows, Notes(store)
-        self._known: dict[
-            int, tuple[Mask, object]
-        ] = {}  # by segment: what a function says, and of which notes
+        self._function = SegmentFunction(store, self._notes, rows, _checked) if callable(rows) else None
 
     def of(self, snapshot: Snapshot) -> Bitmaps:
         """Return the selection of a snapshot, all of whose segments are mapped.
@@ -54,7 +46,7 @@ class Selection:
         """
         if (isinstance(self._rows, str) and self._rows == ALL_ROWS) or not len(snapshot):
             return {}
-        rows = Rows(snapshot.seqs, np.append(0, np.cumsum(snapshot.segment_rows)))
+        rows = Rows.of_counts(snapshot.seqs, snapshot.segment_rows)
         mask = self._asked_for(snapshot, rows)
         if self._notes.version(MARKS):
             excluded = self._notes.excluded(rows)
@@ -70,31 +62,13 @@ class Selection:
 
     def _asked_for(self, snapshot: Snapshot, rows: Rows) -> Mask | None:
         """The mask of a snapshot's rows, whatever is excluded. None: all."""
-        if callable(self._rows):
-            return self._masked(snapshot, self._rows)
+        if self._function is not None:
+            return np.concatenate(self._function.of(snapshot))
         if isinstance(self._rows, str):
             return None if self._rows == INCLUDED else self._notes.tagged(rows, self._rows)
         mask = np.zeros(len(snapshot), np.bool_)
         mask[snapshot.positions(row_ids(self._rows), missing="skip")] = True
         return mask
-
-    def _masked(self, snapshot: Snapshot, function: Callable[[Mapping[str, Any]], object]) -> Mask:
-        """The mask that a function says, asked for segments of which it is not known."""
-        noted, known = self._noted(), {}
-        for index, segment in enumerate(snapshot.segments):
-            mask, of_notes = self._known.get(segment.seq, (None, None))
-            if mask is None or of_notes not in (None, noted):
-                columns = RowColumns(snapshot, index, self._notes)
-                mask = _checked(function(columns), segment)
-                of_notes = noted if columns.has_read_notes else None
-            known[segment.seq] = mask, of_notes
-        self._known = known
-        return np.concatenate([mask for mask, _ in known.values()])
-
-    def _noted(self) -> object:
-        """A value that changes with each annotation."""
-        Annotations.of(self._store).flush()
-        return self._notes.version(VALUES)
 
 
 def require_rows(rows: object) -> object:

@@ -160,6 +160,12 @@ def starts_of(counts: ArrayLike) -> NDArray[np.int64]:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
 
 
+def key_of(seed: int, key: tuple[int, ...]) -> np.uint64:
+    """Return one number that selects a stream of numbers, as `Permutation` takes `seed` and `key`."""
+    number: np.uint64 = _sequence(seed, key).generate_state(1, np.uint64)[0]
+    return number
+
+
 def _sequence(seed: int, key: tuple[int, ...]) -> SeedSequence:
     return SeedSequence(seed, spawn_key=(_ORDER_KEY, *key))
 

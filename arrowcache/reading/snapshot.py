@@ -40,6 +40,7 @@ from arrowcache.reading.slots import Slot
 from arrowcache.reading.temperature import Temperature
 from arrowcache.reading.values import ColumnData
 from arrowcache.reading.view import Viewer, has_room
+from arrowcache.reading.weights import Weights
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
@@ -69,9 +70,10 @@ class Snapshot(Shown, Closable):
         next_seq: int = 0,
         left_out_rows: int = 0,
         bitmaps: Bitmaps = ALL,
+        weights: Weights | None = None,
     ) -> None:
         self._store = store
-        self.bitmaps = bitmaps  # of the rows that a loader reads
+        self.bitmaps, self.weights = bitmaps, weights  # of the rows that a loader reads
         self.next_seq = next_seq  # seq of the next segment to be published
         self.left_out_rows = left_out_rows  # rows of the oldest segments that a loader left to writers
         self._mapped = MappedSegments.of(store)

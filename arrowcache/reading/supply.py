@@ -26,6 +26,7 @@ from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.selection import INCLUDED, Selection
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.weighing import Weighing
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count
@@ -41,6 +42,7 @@ class Supply:
     def __init__(self, store: Store, options: LoaderOptions) -> None:
         self.store, self._where = store, options.where
         self._selection = Selection(store, options.rows)
+        self._weighing = None if options.weights is None else Weighing(store, options.weights)
         are_selected = not (isinstance(options.rows, str) and options.rows == INCLUDED)
         given = {"`where`": options.where is not None, "`rows`": are_selected}
         self._choose = [name for name, is_given in given.items() if is_given]
@@ -130,6 +132,7 @@ class Supply:
             if self.rows < least_rows or not count(snapshot):
                 self.listed = self.store.segments()
                 return None
+            self._weigh(snapshot)
             undo.pop_all()
         return snapshot
 
@@ -137,7 +140,7 @@ class Supply:
         """Return a mapped snapshot of the remaining segments of an epoch in progress, even the oldest."""
         with ExitStack() as undo:
             snapshot = undo.enter_context(Snapshot.take(self.store, plan.includes))
-            snapshot.bitmaps = plan.bitmaps
+            snapshot.bitmaps, snapshot.weights = plan.bitmaps, plan.weights
             snapshot.map_all()
             undo.pop_all()
         return snapshot
@@ -156,6 +159,10 @@ class Supply:
         snapshot.bitmaps = self._selection.of(snapshot)
         self._has_excluded = bool(snapshot.bitmaps)
         return snapshot.selected.size
+
+    def _weigh(self, snapshot: Snapshot) -> None:
+        if self._weighing is not None:
+            snapshot.weights = self._weighing.of(snapshot)
 
     def warn(self, snapshot: Snapshot) -> None:
         """Warn of rows that an epoch of this snapshot leaves out, the first time."""

@@ -31,6 +31,7 @@ _MOST_RETURNED = 4095  # tasks of a pool that are to be drawn again: with its nu
 _MOST_DIVISION_BYTES = 1000
 _MOST_TASKS = 2**62
 _CLAIM_ATTEMPTS = 10
+_MOST_WEIGHTS_BYTES = 1 << 40
 _MOST_RANKS_BYTES = 64 << 20
 _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
@@ -623,6 +624,33 @@ class Folder:
         Args:
             syncs: it outlasts a power cut.
         """
+        self._link_in_notes(file.name, data, syncs=syncs)
+
+    def drop_note(self, file: layout.NoteFile) -> None:
+        """Unlink a file of notes, if it is still there; only under cache.lock."""
+        (self.notes / file.name).unlink(missing_ok=True)
+
+    def touch_weights(self, name: str) -> bool:
+        """Mark a file of weights as used now. Returns: False: there is none."""
+        try:
+            os.utime(self.notes / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_weights(self, name: str) -> bytes:
+        """The bytes of a file of weights. Raises: FileNotFoundError: it left."""
+        return _read(self.notes / name, _MOST_WEIGHTS_BYTES)
+
+    def link_weights(self, name: str, data: memoryview, kept: int) -> None:
+        """Make a file of weights appear, and unlink all but the last few used; only under cache.lock."""
+        self._link_in_notes(name, data, syncs=False)
+        old = [each for each in _plain(self.notes) if layout.WEIGHTS_NAME.fullmatch(each) and each != name]
+        old.sort(key=lambda each: os.stat(self.notes / each).st_mtime_ns)
+        for each in old[: max(0, len(old) + 1 - kept)]:
+            (self.notes / each).unlink(missing_ok=True)
+
+    def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:
         if not self.notes.is_dir():
             self._make_folder(self.notes)
             self.sync_folder(self.path)
@@ -631,15 +659,11 @@ class Folder:
             part.write([memoryview(data)])
             if syncs:
                 part.sync()
-            part.link(self.notes / file.name)
+            part.link(self.notes / name)
         finally:
             part.discard()
         if syncs:
             self.sync_folder(self.notes)
-
-    def drop_note(self, file: layout.NoteFile) -> None:
-        """Unlink a file of notes, if it is still there; only under cache.lock."""
-        (self.notes / file.name).unlink(missing_ok=True)
 
     # ranks
 

@@ -17,8 +17,9 @@
                 <name>.<seed>.division says how: see open_tasks.py. A release that
                 knows the first number only leaves the others where they are, undrawn. Bytes far behind
                 are locked by pools: see `alive_byte`, `part_byte` and `task_byte`
-  notes/        <first>-<last>-<digest>.<kind>.arrow: what is known of rows, see notes.py. There is no such
-                folder before the first note, so that releases without notes refuse a cache that has some
+  notes/        <first>-<last>-<digest>.<kind>.arrow: what is known of rows, see notes.py; and
+                <digest>.weights.arrow: the weights of an epoch, see reading/weights_file.py. There is no such
+                folder before the first, so that releases without notes refuse a cache that has some
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
@@ -81,6 +82,7 @@ _MOST_BYTES = 2**62
 _MOST_AGREED = 1 << 20  # segments; what a file says is bounded before memory is taken for it
 _TASK_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _NOTE = re.compile(r"(\d{20})-(\d{20})-([0-9a-f]{16})\.(marks|values)\.arrow", re.ASCII)
+WEIGHTS_NAME = re.compile(r"[0-9a-f]{16}\.weights\.arrow", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
 
 
@@ -430,7 +432,7 @@ class RanksRecord:
     `seqs` ascends. On the disk it is runs, so thousands of segments in a row are two numbers, and
     the worst, every other of 16,000, are 32 kB. A checksum tells a damaged line. `next_seq` is the number
     that came next when the snapshot was taken; `left_out_rows` is how many rows it left to writers. `bitmaps`
-    are those of reading/selected.py.
+    are those of reading/selected.py; `weights` names a file of weights, if there are some.
     """
 
     terms: Mapping[str, Term]
@@ -438,6 +440,7 @@ class RanksRecord:
     next_seq: int = 0
     left_out_rows: int = 0
     bitmaps: Mapping[int, bytes] = field(default_factory=dict)
+    weights: str = ""
 
     def pack(self) -> bytes:
         record = {
@@ -448,6 +451,8 @@ class RanksRecord:
         }
         if self.bitmaps:
             record["selected"] = {seq: base64.b64encode(bits).decode() for seq, bits in self.bitmaps.items()}
+        if self.weights:
+            record["weights"] = self.weights
         text = json.dumps(record, separators=(",", ":")).encode()
         return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
 
@@ -471,7 +476,9 @@ class RanksRecord:
             parse_count(left_out_rows, "left_out_rows", 0, _MOST_BYTES)
             selected = record.get("selected", {}).items()
             bitmaps = {int(seq): base64.b64decode(bits, validate=True) for seq, bits in selected}
-            return cls(dict(record["terms"]), seqs, next_seq, left_out_rows, bitmaps)
+            return cls(
+                dict(record["terms"]), seqs, next_seq, left_out_rows, bitmaps, str(record.get("weights", ""))
+            )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CacheFormatError(f"it does not hold what it should: {error!r}") from error
 

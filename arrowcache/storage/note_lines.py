@@ -45,8 +45,13 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, segments: Sequence[SegmentInfo]) -> Rows:
         """All rows of segments, oldest first."""
-        rows = np.array([0, *(segment.rows for segment in segments)], np.int64)
-        return cls(np.array([segment.seq for segment in segments], np.int64), np.cumsum(rows))
+        seqs, rows = ([getattr(each, name) for each in segments] for name in ("seq", "rows"))
+        return cls.of_counts(np.array(seqs, np.int64), np.array(rows, np.int64))
+
+    @classmethod
+    def of_counts(cls, seqs: NDArray[np.int64], rows: NDArray[np.int64]) -> Rows:
+        """All rows of segments of these numbers, and so many rows."""
+        return cls(seqs, np.append(0, np.cumsum(rows)))
 
     @property
     def size(self) -> int:

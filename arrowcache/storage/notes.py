@@ -136,8 +136,11 @@ class Notes:
     # reading
 
     def version(self, kind: str) -> tuple[NoteFile, ...]:
-        """A value that changes with each note of a kind; empty before the first. Reads one folder."""
-        return tuple(self._files(kind))
+        """The files of a kind, in order, which change with each note. Empty before the first."""
+        files = self._files(kind)
+        while files != (again := self._files(kind)):  # one may miss a new file and what it is made of
+            files = again
+        return tuple(files)
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Tell which rows are excluded: (rows,)."""
@@ -150,7 +153,7 @@ class Notes:
     def values(self, rows: Rows, name: str) -> NDArray[np.float64]:
         """The latest value of this name of each row: (rows,); NaN where none is."""
         values = np.full(rows.size, np.nan)
-        for notes in self._all(VALUES):
+        for notes in self.parts(VALUES).values():
             at, numbers = notes.about(rows, notes.says(VALUE, VALUE, name))
             values[numbers] = notes.lines["value"][at]  # of one place given twice NumPy takes the last
         return values
@@ -158,7 +161,7 @@ class Notes:
     def reasons(self, rows: Rows) -> list[str | None]:
         """The reason of each excluded row, and None of the others: (rows,)."""
         reasons = np.full(rows.size, None, object)
-        for notes in self._all(MARKS):
+        for notes in self.parts(MARKS).values():
             at, numbers = notes.about(rows, notes.says(INCLUDED, EXCLUDED))
             lines = notes.lines[at]
             texts = np.array(notes.texts, object)[lines["text"]]
@@ -167,31 +170,33 @@ class Notes:
 
     def tags(self) -> list[str]:
         """All tags that rows have or had, in order."""
-        return sorted({text for notes in self._all(MARKS) for text in notes.texts_of(UNTAGGED, TAGGED)})
+        return sorted(
+            {text for notes in self.parts(MARKS).values() for text in notes.texts_of(UNTAGGED, TAGGED)}
+        )
 
     def names(self) -> list[str]:
         """The names of all values, in order."""
-        return sorted({text for notes in self._all(VALUES) for text in notes.texts_of(VALUE)})
+        return sorted({text for notes in self.parts(VALUES).values() for text in notes.texts_of(VALUE)})
 
     def _marked(self, rows: Rows, off: int, on: int, text: str | None = None) -> NDArray[np.bool_]:
         marked = np.zeros(rows.size, np.bool_)
-        for notes in self._all(MARKS):
+        for notes in self.parts(MARKS).values():
             at, numbers = notes.about(rows, notes.says(off, on, text))
             marked[numbers] = notes.lines["what"][at] == on  # of one place given twice NumPy takes the last
         return marked
 
-    def _all(self, kind: str) -> list[NoteLines]:
-        """All notes of a kind, file by file, in order."""
+    def parts(self, kind: str) -> dict[str, NoteLines]:
+        """All notes of a kind, by the name of their file, in order."""
         for left in reversed(range(_ATTEMPTS)):
             try:
-                known = {file.name: self._lines(file) for file in self._files(kind)}
+                known = {file.name: self._lines(file) for file in self.version(kind)}
                 break
             except FileNotFoundError:  # it was merged into another one meanwhile
                 if not left:
                     raise
         others = {name: lines for name, lines in self._known.items() if f".{kind}." not in name}
         self._known = others | known
-        return [*known.values()]
+        return known
 
     def _files(self, kind: str) -> list[NoteFile]:
         """The files of a kind, in order, without those whose numbers another one has, too."""

@@ -125,7 +125,11 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"window_bytes": "1MiB"}, ValueError, "window_bytes belongs to shuffle='window'"),
             ({"prefetch": 0}, ValueError, "prefetch"),
             ({"device": "cuda:99"}, ValueError, "'cpu'"),
-            ({"transform": dict}, TypeError, r"packed\(\) has no argument 'transform': it takes where, rank"),
+            (
+                {"transform": dict},
+                TypeError,
+                r"packed\(\) has no argument 'transform': it takes where, rows, rank",
+            ),
             ({"columns": ["tokens"]}, TypeError, r"packed\(\) has no argument 'columns'"),
             ({"drop_last": True}, TypeError, r"packed\(\) has no argument 'drop_last'"),
             ({"source": 5}, TypeError, "expected a Cache or the path of one, got 5$"),

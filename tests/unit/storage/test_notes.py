@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from helpers import in_child, make_cache, publish, sample
 
 import arrowcache as ac
+from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import NoteFile
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS, VALUES, Notes
@@ -360,14 +362,14 @@ def test_annotating_makes_one_thread_which_ends(cache):
 
 
 def test_values_that_cannot_be_written_are_kept_and_written_later(cache, monkeypatch):
-    def fails(*_: object) -> None:
-        raise ac.CacheFullError("no room")
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(Notes, "annotate", fails)
-    cache.annotate("0:0", loss=1)
-    with pytest.raises(ac.CacheFullError):
-        cache.close()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "link_note", fails)
+        cache.annotate("0:0", loss=1)
+        with pytest.raises(OSError, match="no room"):
+            cache.close()
     assert values(cache, "loss") == {(0, 0): 1.0}
 
 

@@ -1,0 +1,54 @@
+"""SegmentFunction: a user's function of a segment's columns, called once for each segment.
+
+Its result is kept as long as the segment is in the loader's snapshots; where it read annotations, only until
+there are newer ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from arrowcache.reading.row_columns import RowColumns
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.annotations import Annotations
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.notes import VALUES, Notes
+from arrowcache.storage.store import Store
+
+T = TypeVar("T")
+
+
+class SegmentFunction(Generic[T]):
+    """One function of one loader.
+
+    Args:
+        checked: makes what is kept of a result, or raises.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        notes: Notes,
+        function: Callable[[Mapping[str, Any]], object],
+        checked: Callable[[object, SegmentInfo], T],
+    ) -> None:
+        self._store, self._notes, self._function, self._checked = store, notes, function, checked
+        self._known: dict[int, tuple[T, object]] = {}  # by segment, and of which annotations
+
+    def of(self, snapshot: Snapshot) -> list[T]:
+        """Return its result for each segment of a snapshot, oldest first.
+
+        Blocks: while the columns that it asks for are read. Raises: whatever it raises.
+        """
+        Annotations.of(self._store).flush()
+        noted, known = self._notes.version(VALUES), {}
+        for index, segment in enumerate(snapshot.segments):
+            found = self._known.get(segment.seq)
+            if found is None or found[1] not in (None, noted):
+                columns = RowColumns(snapshot, index, self._notes)
+                result = self._checked(self._function(columns), segment)
+                found = result, noted if columns.has_read_notes else None
+            known[segment.seq] = found
+        self._known = known
+        return [result for result, _ in known.values()]

@@ -1,0 +1,95 @@
+"""Weighing: decides how often an epoch draws each row: `weights=` of a loader, frozen as an epoch begins.
+
+Of annotations a row without one weighs as much as the heaviest other: what is new is seen soon, as in
+"Prioritized Experience Replay" (Schaul, Quan, Antonoglou and Silver, ICLR 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import Schema, Tensor
+from arrowcache.reading.segment_function import SegmentFunction
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.weights import Weights
+from arrowcache.storage.annotations import Annotations
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.notes import Notes
+from arrowcache.storage.row_ids import RowId
+from arrowcache.storage.row_values import RowValues
+from arrowcache.storage.store import Store
+
+
+class Weighing:
+    """The weights that one loader gives to rows.
+
+    Args:
+        weights: as of `Loader`, not None.
+    """
+
+    def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
+        self._store, notes = store, Notes(store)
+        self._values: RowValues | None = None
+        if callable(weights):
+            self._function = SegmentFunction(store, notes, weights, _floats)
+        elif weights in store.settings.schema:
+            self._function = SegmentFunction(store, notes, lambda columns: columns[weights], _floats)
+        else:
+            self._values = RowValues(notes, weights)
+
+    def of(self, snapshot: Snapshot) -> Weights:
+        """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.
+
+        Blocks: while columns of new segments, and annotations, are read.
+        Raises: ValueError: a weight below 0, infinite or, but of annotations, NaN; all are 0. TypeError: a
+            function's result is no array of numbers. Whatever it raises.
+        """
+        if self._values is None:
+            found = np.concatenate(self._function.of(snapshot))
+        else:
+            Annotations.of(self._store).flush()
+            found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
+        selected = snapshot.selected
+        found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
+        if self._values is not None:
+            heaviest = np.fmax.reduce(found, initial=-np.inf)
+            found[np.isnan(found)] = heaviest if heaviest > 0 else 1.0
+        weights = found.astype(np.float32)
+        if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # NaN, too
+            number = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
+            where = snapshot.locate(selected.ids(np.array([number])))
+            row = RowId(int(where["_seq"][0]), int(where["_row"][0]))
+            raise ValueError(
+                f"row {row} has the weight {found[number]}: a weight is a finite number, at least 0"
+            )
+        if not weights.max(initial=0):
+            raise ValueError(f"all {len(weights)} rows have the weight 0: give some more, to be drawn")
+        return Weights(weights)
+
+
+def require_weights(weights: object, schema: Schema) -> object:
+    """Return the argument `weights` of a loader. Raises: TypeError, ValueError: it says no weights."""
+    if weights is None or callable(weights):
+        return weights
+    if not isinstance(weights, str):
+        raise TypeError(
+            f"weights must be None, the name of an annotation or column, or a function, not {weights!r}"
+        )
+    if weights in schema and not (isinstance(kind := schema[weights], Tensor) and kind.shape == ()):
+        raise ValueError(f"weights={weights!r} is a column of {kind}: name one of a number a row")
+    return weights
+
+
+def _floats(result: object, segment: SegmentInfo) -> NDArray[np.float64]:
+    found = np.asarray(result)
+    if found.dtype.kind not in "biuf" or found.shape != (segment.rows,):
+        raise TypeError(
+            f"weights= gave {type(result).__name__} of dtype {found.dtype} and shape {found.shape} for the "
+            f"{segment.rows} rows of segment {segment.seq}: return a number for each row"
+        )
+    return found.astype(np.float64)

@@ -1,0 +1,260 @@
+"""`Loader(weights=)`: rows drawn as often as they weigh; weights that an epoch keeps."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from helpers import ids_of, publish
+from hypothesis import given
+from hypothesis import strategies as st
+
+import arrowcache as ac
+from arrowcache import Loader
+from arrowcache.reading.selected import Selected, bitmap
+from arrowcache.reading.weights import Draws, Weights
+
+ROWS = 160
+
+
+def drawn(cache, **options):
+    with Loader(cache, 20, epoch_rows=16000, columns=["id"], **options) as loader:
+        return np.bincount(ids_of(loader), minlength=cache.stats().rows)
+
+
+def weights_files(cache):
+    return [name for name in os.listdir(cache.path / "notes") if name.endswith(".weights.arrow")]
+
+
+# draws
+
+
+@given(st.lists(st.floats(0, 100, width=32), min_size=1, max_size=50).filter(lambda each: max(each) > 0))
+def test_no_row_of_weight_0_is_drawn_and_any_part_is_as_of_the_whole(of_rows):
+    weights = Weights(np.array(of_rows, np.float32))
+    draws = Draws(weights, 1, 400, 7, (1, 0))
+    rows = draws(0, 400)
+    assert (weights.of_rows[rows] > 0).all()
+    assert np.array_equal(draws(100, 50), rows[100:150])
+    assert np.array_equal(draws(0, 10, 4, 100), rows.reshape(4, 100)[:, :10].ravel())
+    assert weights.at(np.array([0.0, 1 - 2.0**-53])).max() < len(of_rows)
+    assert np.isclose(weights.probabilities(np.arange(len(of_rows))).sum(), 1)
+
+
+def test_rows_are_drawn_in_proportion_to_their_weights():
+    of_rows = np.arange(200, dtype=np.float32)
+    counts = np.bincount(Draws(Weights(of_rows), 1, 10**6, 3, (0, 0))(0, 10**6), minlength=200)
+    expected = of_rows / of_rows.sum() * 10**6
+    chi_squared = ((counts[1:] - expected[1:]) ** 2 / expected[1:]).sum()
+    assert 120 < chi_squared < 290, "198 degrees of freedom"
+    assert counts[0] == 0
+
+
+def test_epochs_seeds_and_passes_draw_others():
+    weights = Weights(np.ones(1000, np.float32))
+    draws = {tuple(Draws(weights, 1, 20, seed, (epoch, 0))(0, 20)) for seed in range(5) for epoch in range(5)}
+    assert len(draws) == 25
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=6))
+def test_numbers_of_ids_are_the_inverse_of_ids_of_numbers(masks):
+    seqs, rows = np.arange(len(masks)), np.array([*map(len, masks)])
+    selected = Selected(seqs, rows, {seq: bitmap(np.array(mask)) for seq, mask in enumerate(masks)})
+    numbers, is_selected = selected.numbers(np.arange(rows.sum()))
+    assert is_selected.tolist() == [*np.concatenate(masks)]
+    assert numbers.tolist() == [*range(selected.size)]
+
+
+# what weighs
+
+
+def test_a_column_an_annotation_and_a_function_weigh(cache):
+    cache.annotate([(seq, row) for seq in range(10) for row in range(16)], loss=np.arange(160.0))
+    wanted = np.arange(160) / np.arange(160).sum() * 16000
+    for weights in ("id", "loss", lambda columns: columns["id"] * 2.0, lambda columns: columns["loss"]):
+        counts = drawn(cache, weights=weights)
+        assert counts[0] == 0
+        assert counts.sum() == 16000
+        assert np.abs(counts - wanted).max() < 90
+
+
+def test_a_row_without_an_annotation_weighs_as_much_as_the_heaviest(cache):
+    assert drawn(cache, weights="loss").min() > 40, "none has one: all weigh alike"
+    cache.annotate([(seq, row) for seq in range(9) for row in range(16)], loss=np.r_[np.zeros(143), 4.0])
+    counts = drawn(cache, weights="loss")
+    assert counts[:143].sum() == 0
+    assert counts[143:].min() > 700
+
+
+def test_new_weights_hold_from_the_next_epoch_on(cache):
+    with Loader(cache, 20, weights="loss", epoch_rows=400) as loader:
+        epoch = iter(loader)
+        first = ids_of([next(epoch)])
+        cache.annotate([(seq, row) for seq in range(10) for row in range(16)], loss=np.eye(160)[7])
+        assert len({*first, *ids_of(epoch)}) > 100
+        assert {*ids_of(loader)} == {7}
+        cache.annotate("0:9", loss=1)
+        assert {*ids_of(loader)} == {7, 9}
+        publish(cache, 1)
+        assert {*ids_of(loader)} == {7, 9, *range(160, 176)}
+
+
+def test_weights_are_of_selected_rows(cache):
+    cache.exclude("0:5")
+    counts = drawn(cache, weights="id", rows=lambda columns: columns["id"] % 5 == 0)
+    assert counts[5] == 0
+    assert counts[np.arange(160) % 5 != 0].sum() == 0
+    assert (counts[10::5] > 0).all()
+
+
+def test_an_epoch_without_epoch_rows_has_as_many_draws_as_rows(cache):
+    with Loader(cache, 16, weights="id") as loader:
+        assert len(ids_of(loader)) == 160
+        assert loader.steps == 10
+
+
+def test_probabilities_are_those_of_the_epoch(cache):
+    cache.exclude("0:3")
+    with Loader(cache, 16, weights="id", with_ids=True) as loader:
+        with pytest.raises(ValueError, match="of an epoch that has begun"):
+            loader.probabilities("0:1")
+        total = sum(range(160)) - 3
+        for batch in loader:
+            assert np.allclose(loader.probabilities(batch), batch["id"] / total)
+        assert loader.probabilities(["0:3", "0:0", "99:0", "9:15", "0:77"]).tolist() == [
+            0,
+            0,
+            0,
+            159 / total,
+            0,
+        ]
+    with Loader(cache, 16) as loader:
+        next(iter(loader))
+        with pytest.raises(ValueError, match="those of Loader"):
+            loader.probabilities("0:1")
+
+
+# states and ranks
+
+
+@pytest.mark.parametrize("size", [8, 20])
+def test_a_state_goes_on_with_the_weights_of_its_epoch(cache, size):
+    with Loader(cache, 8, weights="id", epoch_rows=400, rows=lambda columns: columns["id"] > 50) as loader:
+        epoch = iter(loader)
+        for _ in range(5):
+            next(epoch)
+        state = loader.state_dict()
+        rest = ids_of(epoch)
+    assert len(weights_files(cache)) == 1
+    with Loader(cache, size, weights=lambda columns: columns["id"] < 3) as loader:
+        loader.load_state_dict(state)
+        assert ids_of(loader) == rest
+        assert {*ids_of(loader)} <= {0, 1, 2}
+
+
+def test_a_state_between_two_epochs_names_no_weights(cache):
+    with Loader(cache, 8, weights="id") as loader:
+        ids_of(loader)
+        assert "weights" not in loader.state_dict()
+    assert not (cache.path / "notes").exists()
+
+
+def test_draws_from_segments_that_left_are_made_from_the_others(cache):
+    with Loader(cache, 8, weights="id", epoch_rows=400) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    cache.evict(1)
+    with Loader(cache, 8, weights="id") as loader:
+        with pytest.raises(ac.MissingSegmentsError, match="1 of its 10 segments"):
+            loader.load_state_dict(state, missing="raise")
+        loader.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match="draws from some segments of epoch 0 are lost"):
+            found = ids_of(loader)
+        assert len(found) == 392
+        assert min(found) >= 16
+
+
+def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
+    with Loader(cache, 8, weights="id") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    (name,) = weights_files(cache)
+    data = (cache.path / "notes" / name).read_bytes()
+    (cache.path / "notes" / name).write_bytes(data[:-20])
+    with Loader(cache, 8, weights="id") as loader:
+        with pytest.raises(ac.MissingSegmentsError, match="are damaged"):
+            loader.load_state_dict(state)
+        (cache.path / "notes" / name).unlink()
+        with pytest.raises(ac.MissingSegmentsError, match="have left the cache, which keeps the last 4"):
+            loader.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"the state is damaged: weights of the name '../x'"):
+            loader.load_state_dict(state | {"weights": "../x"})
+        loader.load_state_dict(
+            state | {"epoch": state["epoch"] + 1, "position": 0, "segments": [], "weights": None}
+        )
+        assert len(ids_of(loader)) == 160
+
+
+def test_the_last_few_files_of_weights_are_kept(cache):
+    for number in range(7):
+        with Loader(cache, 8, weights=lambda columns, n=number: columns["id"] + n) as loader:
+            next(iter(loader))
+            state = loader.state_dict()
+            assert loader.state_dict() == state
+    assert len(weights_files(cache)) == 4
+    with Loader(cache, 8, weights="id") as loader:
+        loader.load_state_dict(state)
+        assert len(ids_of(loader)) == 152
+
+
+def test_ranks_draw_by_the_weights_of_the_first_of_them(cache):
+    asked = []
+
+    def weights(columns):
+        asked.append(1)
+        return np.random.default_rng(len(asked)).random(16)
+
+    ranks = [Loader(cache, 4, weights=weights, rank=rank, world_size=2, run_id="job") for rank in range(2)]
+    with Loader(cache, 8, weights=weights) as own:
+        wanted = [ids_of([batch]) for batch in own]
+    asked.clear()
+    epochs = [iter(loader) for loader in ranks]
+    assert [ids_of(step) for step in zip(*epochs, strict=True)] == wanted
+    assert len(asked) == 10
+    for loader in ranks:
+        loader.close()
+
+
+# wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"weights": 3}, TypeError, "weights must be None, the name"),
+        ({"weights": "image"}, ValueError, "'image' is a column of .*name one of a number a row"),
+        ({"weights": "loss", "shuffle": "window"}, ValueError, "not the order of shuffle='window'"),
+        ({"weights": "loss", "batch_tokens": 100, "length_of": "id"}, ValueError, "leave one out"),
+    ],
+)
+def test_what_cannot_weigh_is_refused_at_once(cache, options, error, words):
+    with pytest.raises(error, match=words):
+        Loader(cache, **options)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "words"),
+    [
+        (lambda columns: columns["id"] - 20.0, ValueError, "row 0:0 has the weight -20.0: .* at least 0"),
+        (lambda columns: np.where(columns["id"] == 17, np.nan, 1), ValueError, "row 1:1 has the weight nan"),
+        (lambda columns: np.where(columns["id"] == 17, np.inf, 1), ValueError, "row 1:1 has the weight inf"),
+        (lambda columns: columns["id"] * 0, ValueError, "all 160 rows have the weight 0"),
+        (lambda columns: 1.0, TypeError, r"shape \(\) for the 16 rows of segment 0"),
+        (lambda columns: ["a"] * 16, TypeError, "return a number for each row"),
+    ],
+)
+def test_weights_that_cannot_be_are_an_error_and_leave_no_lease(cache, weights, error, words):
+    with Loader(cache, 1, weights=weights) as loader, pytest.raises(error, match=words):
+        iter(loader)
+    assert cache.stats().leased_bytes == 0

@@ -1,8 +1,8 @@
 """Weights as a file, by which an epoch goes on from a state, or ranks share it.
 
-A state names the file in `notes/`, by the digest of its content. It is written when somebody needs it: when a state of an
-epoch under way is asked for, or a rank begins one for others. The last few are kept, and count in the
-capacity.
+A state names the file in `notes/`, by the digest of its content. It is written when somebody needs it: when a
+state of an epoch under way is asked for, or a rank begins one for others. The last few are kept, and count in
+the capacity.
 """
 
 from __future__ import annotations

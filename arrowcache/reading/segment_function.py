@@ -13,8 +13,7 @@ from arrowcache.reading.row_columns import RowColumns
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.notes import VALUES, Notes
-from arrowcache.storage.store import Store
+from arrowcache.storage.notes import VALUES
 
 T = TypeVar("T")
 
@@ -28,12 +27,11 @@ class SegmentFunction(Generic[T]):
 
     def __init__(
         self,
-        store: Store,
-        notes: Notes,
+        annotations: Annotations,
         function: Callable[[Mapping[str, Any]], object],
         checked: Callable[[object, SegmentInfo], T],
     ) -> None:
-        self._store, self._notes, self._function, self._checked = store, notes, function, checked
+        self._annotations, self._function, self._checked = annotations, function, checked
         self._known: dict[int, tuple[T, object]] = {}  # by segment, and of which annotations
 
     def of(self, snapshot: Snapshot) -> list[T]:
@@ -41,12 +39,13 @@ class SegmentFunction(Generic[T]):
 
         Blocks: while the columns that it asks for are read. Raises: whatever it raises.
         """
-        Annotations.of(self._store).flush()
-        noted, known = self._notes.version(VALUES), {}
+        self._annotations.flush()
+        notes, known = self._annotations.notes, {}
+        noted = notes.version(VALUES)
         for index, segment in enumerate(snapshot.segments):
             found = self._known.get(segment.seq)
             if found is None or found[1] not in (None, noted):
-                columns = RowColumns(snapshot, index, self._notes)
+                columns = RowColumns(snapshot, index, notes)
                 result = self._checked(self._function(columns), segment)
                 found = result, noted if columns.has_read_notes else None
             known[segment.seq] = found

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from arrowcache.reading.segment_function import SegmentFunction
 from arrowcache.reading.selected import Bitmaps, bitmap
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import MARKS, NO_TAGS, Notes, require_tag
+from arrowcache.storage.notes import MARKS, NO_TAGS, require_tag
 from arrowcache.storage.row_ids import is_row_id, row_ids
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count
@@ -34,8 +35,9 @@ class Selection:
     """
 
     def __init__(self, store: Store, rows: object) -> None:
-        self._store, self._rows, self._notes = store, rows, Notes(store)
-        self._function = SegmentFunction(store, self._notes, rows, _checked) if callable(rows) else None
+        self._rows, self._annotations = rows, Annotations.of(store)
+        self._notes = self._annotations.notes
+        self._function = SegmentFunction(self._annotations, rows, _checked) if callable(rows) else None
 
     def of(self, snapshot: Snapshot) -> Bitmaps:
         """Return the selection of a snapshot, all of whose segments are mapped.

@@ -19,7 +19,6 @@ from arrowcache.reading.weights import Weights
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import Notes
 from arrowcache.storage.row_ids import RowId
 from arrowcache.storage.row_values import RowValues
 from arrowcache.storage.store import Store
@@ -33,14 +32,14 @@ class Weighing:
     """
 
     def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
-        self._store, notes = store, Notes(store)
+        self._annotations = Annotations.of(store)
         self._values: RowValues | None = None
         if callable(weights):
-            self._function = SegmentFunction(store, notes, weights, _floats)
+            self._function = SegmentFunction(self._annotations, weights, _floats)
         elif weights in store.settings.schema:
-            self._function = SegmentFunction(store, notes, lambda columns: columns[weights], _floats)
+            self._function = SegmentFunction(self._annotations, lambda columns: columns[weights], _floats)
         else:
-            self._values = RowValues(notes, weights)
+            self._values = RowValues(self._annotations.notes, weights)
 
     def of(self, snapshot: Snapshot) -> Weights:
         """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.
@@ -50,16 +49,16 @@ class Weighing:
             function's result is no array of numbers. Whatever it raises.
         """
         if self._values is None:
-            found = np.concatenate(self._function.of(snapshot))
+            found = np.concatenate(self._function.of(snapshot)).astype(np.float32)
         else:
-            Annotations.of(self._store).flush()
+            self._annotations.flush()
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
         if self._values is not None:
             heaviest = np.fmax.reduce(found, initial=-np.inf)
             found[np.isnan(found)] = heaviest if heaviest > 0 else 1.0
-        weights = found.astype(np.float32)
+        weights = found
         if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # NaN, too
             number = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
             where = snapshot.locate(selected.ids(np.array([number])))

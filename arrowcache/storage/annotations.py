@@ -24,7 +24,7 @@ from arrowcache.errors import ArrowCacheError, WorkerError, sentence_of, warn
 from arrowcache.lifetimes import at_exit, call_all, forgets_in_child, unforked
 from arrowcache.os_errors import start
 from arrowcache.storage.locks import file_identity
-from arrowcache.storage.notes import Notes
+from arrowcache.storage.notes import VALUES, Notes
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count
 
@@ -39,7 +39,7 @@ class Annotations:
     """Values that are not written yet, of one cache and process. Safe to use from several threads."""
 
     def __init__(self, store: Store) -> None:
-        self._notes = Notes(store)
+        self.notes = Notes(store)
         self.forget_in_child()
         forgets_in_child(self)
 
@@ -84,7 +84,7 @@ class Annotations:
                 todo = self._waiting.copy()
             if todo:
                 names = dict.fromkeys(name for _, values in todo for name in values)
-                self._notes.annotate({name: _joined(name, todo) for name in names})
+                self.notes.annotate({name: _joined(name, todo) for name in names})
             with self._adding:
                 del self._waiting[: len(todo)]
                 self._rows -= sum(len(ids) for ids, _ in todo)
@@ -94,6 +94,7 @@ class Annotations:
             time.sleep(_SECONDS)
             with suppress(ArrowCacheError, OSError):  # tried again; `flush` raises it, and the exit tells it
                 self.flush()
+            self.notes.merge(VALUES)
             with self._adding:
                 if not self._waiting:
                     self._thread = None

@@ -614,6 +614,10 @@ class Folder:
             return []
         return sorted(found, key=lambda file: (file.kind, file.first, -file.last))
 
+    def note_bytes(self, file: layout.NoteFile) -> int:
+        """The length of a file of notes. Raises: FileNotFoundError: as `read_note`."""
+        return os.stat(self.notes / file.name).st_size
+
     def read_note(self, file: layout.NoteFile, most: int) -> bytes:
         """The bytes of a file of notes. Raises: FileNotFoundError: it was merged into another, or is gone."""
         return _read(self.notes / file.name, most)

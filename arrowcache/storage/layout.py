@@ -139,6 +139,10 @@ class NoteFile:
     def name(self) -> str:
         return f"{self.first:020d}-{self.last:020d}-{self.digest}.{self.kind}.arrow"
 
+    def is_within(self, other: NoteFile) -> bool:
+        """True if another file has all its numbers."""
+        return self != other and other.first <= self.first and self.last <= other.last
+
     @classmethod
     def parse(cls, name: str) -> NoteFile | None:
         """The file of a name. None if it is no such name."""

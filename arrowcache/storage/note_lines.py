@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -132,8 +133,9 @@ class NoteLines(NamedTuple):
         matter = np.where(lines["what"] >= UNTAGGED, 1 + lines["text"], 0)
         _, last = np.unique((numbers * (1 + len(self.texts)) + matter)[::-1], return_index=True)
         lines = lines[np.sort(len(at) - 1 - last)]
-        used, lines["text"] = np.unique(lines["text"], return_inverse=True)
-        return NoteLines(lines, tuple(self.texts[code] for code in used.tolist()))
+        is_used = np.bincount(lines["text"], minlength=len(self.texts)) > 0
+        lines["text"] = (np.cumsum(is_used) - 1)[lines["text"]]
+        return NoteLines(lines, tuple(compress(self.texts, is_used)))
 
     def is_before(self, rows: Rows) -> bool:
         """True if all its rows are of older segments."""

@@ -17,13 +17,13 @@ Must never: change a segment, or an epoch that is under way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.errors import CacheFormatError, warn
+from arrowcache.errors import ArrowCacheError, CacheFormatError, warn
 from arrowcache.storage.layout import NoteFile
 from arrowcache.storage.note_lines import (
     EXCLUDED,
@@ -73,64 +73,85 @@ class Notes:
         return self._mark(ids, UNTAGGED, require_tag(tag))
 
     def annotate(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]) -> None:
-        """Write values of rows, by name: rows (n, 2), values (n,). Those of rows that left are dropped.
+        """Write values of rows, by name: rows (n, 2), values (n,). Those of rows that left are not seen.
+
+        Call `merge` now and then.
 
         Raises: ValueError: they are more than values may take.
         """
         counts = [len(value) for _, value in values.values()]
         ids, value = (np.concatenate(each) for each in zip(*values.values(), strict=True))
         lines = NoteLines.of(ids, VALUE, [*values], np.repeat(np.arange(len(counts)), counts), value)
-        with self._store.locked():
-            self._write(VALUES, lines)
+        most = self._store.settings.capacity_bytes // _VALUES_SHARE
+        if lines.nbytes > most:
+            raise ValueError(
+                f"values of {format_bytes(lines.nbytes)} are more than an eighth of the cache's capacity: "
+                "annotate fewer rows, or raise the capacity"
+            )
+        self._write(VALUES, lines)
 
     def _mark(self, ids: NDArray[np.int64], what: int, text: str) -> int:
         with self._store.locked():
             rows = Rows.of(self._store.segments())
             next_seq = self._store.folder.read_record().next_seq
-            _, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
-            ids = ids[is_there]
-            if len(ids):
-                self._write(MARKS, NoteLines.of(ids, what, [text]))
-        return len(ids)
+        _, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
+        if is_there.any():
+            self._write(MARKS, NoteLines.of(ids[is_there], what, [text]).latest(rows))
+            self.merge(MARKS)
+        return int(is_there.sum())
 
     def _write(self, kind: str, lines: NoteLines) -> None:
-        """Write lines as the newest file of a kind, merged with those before it; under cache.lock."""
-        folder, rows = self._store.folder, Rows.of(self._store.segments())
-        most = self._store.settings.capacity_bytes // _VALUES_SHARE
-        lines = lines.latest(rows)
-        if not lines.nbytes:
-            return
-        if kind == VALUES and lines.nbytes > most:
-            raise ValueError(
-                f"values of {format_bytes(lines.nbytes)} are more than an eighth of the cache's capacity: "
-                "annotate fewer rows, or raise the capacity"
-            )
-        number = 1 + max((file.last for file in folder.note_files()), default=-1)
-        files, new, largest = (
-            self._files(kind),
-            NoteFile(number, number, "", kind),
-            min(_MOST_MERGED, most // 8),
-        )
-        while files and (before := self._lines(files[-1])).nbytes <= min(2 * lines.nbytes, largest):
-            lines = before.joined(lines).latest(rows)
-            new = replace(new, first=files.pop().first)
+        """Write lines as the newest file of a kind."""
         data = lines.pack()
-        self._drop_old(files, rows, most - len(data) if kind == VALUES else None)
+        with self._store.locked():
+            number = 1 + max((file.last for file in self._store.folder.note_files()), default=-1)
+            self._link(NoteFile(number, number, xxhash.xxh3_64_hexdigest(data), kind), data, lines)
+
+    def merge(self, kind: str) -> None:
+        """Merge files of similar size. Never fails: it is done another time."""
+        with suppress(ArrowCacheError, OSError):
+            while self._merge(kind):
+                pass
+
+    def _merge(self, kind: str) -> bool:
+        """Merge the newest file of a kind with the one before it, if that is not much larger.
+
+        Returns: True if it has. cache.lock is taken only to put the merged file in their place.
+        """
+        folder, files = self._store.folder, self._files(kind)
+        older, newer = map(folder.note_bytes, files[-2:]) if len(files) > 1 else (1, 0)
+        if older > min(2 * newer, _MOST_MERGED, self._store.settings.capacity_bytes // (8 * _VALUES_SHARE)):
+            return False
+        lines = self._lines(files[-2]).joined(self._lines(files[-1]))
+        lines = lines.latest(Rows.of(self._store.segments()))
+        data = lines.pack()
+        file = NoteFile(files[-2].first, files[-1].last, xxhash.xxh3_64_hexdigest(data), kind)
+        with self._store.locked():
+            is_last = self._files(kind)[-2:] == files[-2:]
+            if is_last:
+                self._link(file, data, lines)
+        return is_last
+
+    def _link(self, file: NoteFile, data: bytes, lines: NoteLines) -> None:
+        """Make a file appear, in place of those with the same numbers; under cache.lock."""
+        folder = self._store.folder
+        self._drop_old(file.kind, len(data))
         folder.sweep()
         self._store.require_room(len(data))
-        new = replace(new, digest=xxhash.xxh3_64_hexdigest(data))
-        folder.link_note(new, data, syncs=kind == MARKS)
-        for file in folder.note_files():
-            if file.kind == kind and file != new and new.first <= file.first and file.last <= new.last:
-                folder.drop_note(file)
+        folder.link_note(file, data, syncs=file.kind == MARKS)
+        self._known = {**self._known, file.name: lines}
+        for other in folder.note_files():
+            if other.kind == file.kind and other.is_within(file):
+                folder.drop_note(other)
 
-    def _drop_old(self, files: list[NoteFile], rows: Rows, most: int | None) -> None:
-        """Drop files all of whose rows are gone, and the oldest beyond a size."""
-        nbytes = 0
-        for file in reversed(files):
-            notes = self._lines(file)
-            nbytes += notes.nbytes
-            if notes.is_before(rows) or (most is not None and nbytes > most):
+    def _drop_old(self, kind: str, more: int) -> None:
+        """Drop files of rows that are all gone, and the oldest values that leave no room for more bytes."""
+        rows = Rows.of(self._store.segments())
+        left = self._store.settings.capacity_bytes // _VALUES_SHARE - more
+        for file in reversed(self._files(kind)):
+            left -= self._store.folder.note_bytes(file)
+            is_over = file.name in self._known and self._known[file.name].is_before(rows)
+            if is_over or (kind == VALUES and left < 0):
                 self._store.folder.drop_note(file)
 
     # reading

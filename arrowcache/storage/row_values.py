@@ -18,13 +18,13 @@ class RowValues:
     def __init__(self, notes: Notes, name: str) -> None:
         self._notes, self._name = notes, name
         self._rows = Rows.of([])
-        self._values = np.empty(0)
+        self._values = np.empty(0, np.float32)
         self._taken_in: set[str] = set()  # names of files
 
-    def of(self, rows: Rows) -> NDArray[np.float64]:
-        """The value of each row, (rows,), NaN where none is. It is written to by the next call."""
+    def of(self, rows: Rows) -> NDArray[np.float32]:
+        """The value of each row, (rows,), NaN where none is. The next call writes to it."""
         if not np.array_equal(rows.seqs, self._rows.seqs):
-            self._rows, self._values, self._taken_in = rows, np.full(rows.size, np.nan), set()
+            self._rows, self._values, self._taken_in = rows, np.full(rows.size, np.nan, np.float32), set()
         parts = self._notes.parts(VALUES)
         for file, notes in parts.items():  # one that was merged of others says the latest of each row again
             if file not in self._taken_in:

@@ -211,6 +211,40 @@ def test_the_recipe_of_resuming_loses_and_repeats_nothing(tmp_path, torch):
 
 
 @pytest.mark.slow
+def test_the_recipe_of_rows_leaves_some_out_and_sees_others_more_often(tmp_path, torch):
+    choose, weigh = BLOCKS["Rows to leave out, and rows to see more often"]
+    begin = """
+    cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)
+    with cache.writer() as writer:
+        for number in range(64 * 85):
+            writer.append(image=np.zeros((2, 2), np.float32), label=number % 10)
+    """.replace("schema", 'ac.Schema({"image": ac.Tensor("float32", (2, 2)), "label": ac.Tensor("int64")})')
+    learn = """
+    steps = 0
+
+    def losses_of(batch):
+        global steps
+        steps += 1
+        if steps == 5000:
+            raise KeyboardInterrupt
+        return torch.where(batch["label"] == 7, 10.0, 0.1).double()
+
+    def train_on(losses):
+        seen.append(float(losses.mean()))
+    """
+    out = run(
+        tmp_path, textwrap.dedent(begin), choose,
+        "print(len([1 for batch in hard]), len([1 for batch in loader]), len([1 for batch in some]))",
+        textwrap.dedent(learn), f"try:\n{textwrap.indent(weigh, '    ')}\nexcept KeyboardInterrupt:\n    pass",
+        then="""
+        labels = torch.cat([batch["label"] for _, batch in zip(range(100), iter(loader))])
+        print(float((labels == 7).double().mean()) > 0.5)
+        """,
+    )  # fmt: skip
+    assert out.split() == ["2", "84", "76", "True"]
+
+
+@pytest.mark.slow
 def test_the_recipe_of_held_out_data_splits_segments(tmp_path, torch):
     begin = """
     cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)

@@ -235,7 +235,8 @@ def test_the_recipe_of_rows_leaves_some_out_and_sees_others_more_often(tmp_path,
     out = run(
         tmp_path, textwrap.dedent(begin), choose,
         "print(len([1 for batch in hard]), len([1 for batch in loader]), len([1 for batch in some]))",
-        textwrap.dedent(learn), f"try:\n{textwrap.indent(weigh, '    ')}\nexcept KeyboardInterrupt:\n    pass",
+        textwrap.dedent(learn),
+        f"try:\n{textwrap.indent(weigh, '    ')}\nexcept KeyboardInterrupt:\n    pass",
         then="""
         labels = torch.cat([batch["label"] for _, batch in zip(range(100), iter(loader))])
         print(float((labels == 7).double().mean()) > 0.5)

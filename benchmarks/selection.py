@@ -1,0 +1,140 @@
+"""What does it cost to leave rows out, and to draw them by weights?
+
+Question 1: how fast is `Loader(rows=mask)` over a Loader of the same rows in a cache of their own? A mask of
+three rows in four, by a column; rows of 8 bytes to 64 KiB, batches of 64, page cache warm; seconds an epoch,
+in turns, median of the ratios.
+Question 2: how long does one step of prioritized replay take at 10^7 rows, of which `epoch_rows` is the
+interval at which new priorities hold: to draw a batch by weight, and to note its new priorities? Loader and
+`Cache.annotate`; seconds of an epoch with its beginning, less those of a Loader of as many rows without
+weights, which gathers as well. Beside it torchrl's PrioritizedSampler, which only draws indices: `sample` and
+`update_priority`, in a process of its own where its library loads.
+Question 3: how long does `annotate` take for 64 scattered rows, of a batch?
+Run: `python -m benchmarks.selection`. Results: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import arrowcache as ac
+
+TURNS, BATCH = 7, 64
+ROWS, INTERVALS = 10_000_000, (100_000, 1_000_000)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{'shuffle':>8} {'row':>7} {'own, us a batch':>16} {'rows=mask over own':>19}")
+        for shuffle in ("rows", "window", "blocks"):
+            for row_bytes, rows in ((8, 2_000_000), (1024, 400_000), (65536, 12_000)):
+                compare_selected(Path(folder, f"{shuffle}-{row_bytes}"), shuffle, row_bytes, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        replay(Path(folder))
+
+
+def compare_selected(folder: Path, shuffle: str, row_bytes: int, rows: int) -> None:
+    schema = ac.Schema({"x": ac.Tensor("uint8", (row_bytes,)), "label": ac.Tensor("int64")})
+    labels = np.arange(rows) % 4
+    both = {}
+    for name, some in (("all", labels), ("own", labels[labels != 3])):
+        cache = ac.Cache.create(folder / name, schema, capacity="4GB", segment_bytes="16MiB")
+        with cache.writer() as writer:
+            for first in range(0, len(some), 4096):
+                part = some[first : first + 4096]
+                writer.extend(x=np.zeros((len(part), row_bytes), np.uint8), label=part)
+        both[name] = cache
+    with (
+        ac.Loader(both["all"], BATCH, shuffle=shuffle, rows=lambda columns: columns["label"] != 3) as masked,
+        ac.Loader(both["own"], BATCH, shuffle=shuffle) as own,
+    ):
+        pairs = [(seconds_a_step(masked), seconds_a_step(own)) for _ in range(TURNS + 1)][1:]
+    ratio = statistics.median(alone / beside for beside, alone in pairs)
+    alone = statistics.median(alone for _, alone in pairs)
+    print(f"{shuffle:>8} {row_bytes:7d} {1e6 * alone:16.1f} {ratio:19.2f}")
+
+
+def seconds_a_step(loader: ac.Loader, step: Callable[[Any], object] = lambda _: None) -> float:
+    """Seconds of an epoch, with its beginning, over its steps."""
+    steps, started = 0, time.perf_counter()
+    for batch in loader:
+        step(batch)
+        steps += 1
+    return (time.perf_counter() - started) / steps
+
+
+def replay(folder: Path) -> None:
+    cache = ac.Cache.create(folder / "cache", {"x": ac.Tensor("float32")}, "8GB", segment_bytes="4MiB")
+    with cache.writer() as writer:
+        for _ in range(20):
+            writer.extend(x=np.zeros(ROWS // 20, np.float32))
+    with cache.snapshot() as snapshot:
+        for first in range(0, ROWS, 1_000_000):
+            ids = snapshot.locate(np.arange(first, min(first + 1_000_000, ROWS)))
+            cache.annotate(ids, priority=np.random.default_rng(first).random(len(ids["_seq"])))
+    theirs = torchrl_seconds()
+    titles = ("weights, us", "without", "draw and note", "torchrl", "over")
+    print(f"{'batch':>6} {'interval':>9} {' '.join(f'{title:>13}' for title in titles)}")
+    noted: list[float] = []
+    for batch in (64, 256):
+        for interval in INTERVALS:
+            options = {"epoch_rows": interval, "with_ids": True}
+            rng = np.random.default_rng(0)
+
+            def note(found: Any, rng: np.random.Generator = rng) -> None:
+                priorities = rng.random(len(found["_seq"]))
+                started = time.perf_counter()
+                cache.annotate(found, priority=priorities)
+                noted.append(time.perf_counter() - started)
+
+            with (
+                ac.Loader(cache, batch, weights="priority", **options) as weighed,
+                ac.Loader(cache, batch, **options) as plain,
+            ):
+                pairs = [(seconds_a_step(weighed, note), seconds_a_step(plain)) for _ in range(TURNS)][2:]
+            ours, without = (1e6 * statistics.median(each) for each in zip(*pairs, strict=True))
+            other = 1e6 * theirs.get(batch, float("nan"))
+            print(
+                f"{batch:6d} {interval:9d} {ours:13.1f} {without:13.1f} {ours - without:13.1f} {other:13.1f} "
+                f"{other / (ours - without):13.1f}"
+            )
+        print(f"annotate of {batch} rows: {1e6 * statistics.median(noted):.1f} us")
+        noted.clear()
+    cache.close()
+
+
+def torchrl_seconds() -> dict[int, float]:
+    """Seconds to draw and update, by batch size; empty where torchrl is not installed, or does not load."""
+    try:
+        import torch
+        from torchrl.data import LazyTensorStorage
+        from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+        sampler = PrioritizedSampler(ROWS, alpha=0.7, beta=0.5)
+    except (ImportError, RuntimeError, OSError) as error:
+        print(f"torchrl: {error}")
+        return {}
+    storage = LazyTensorStorage(ROWS)
+    storage.set(range(ROWS), torch.zeros(ROWS))
+    sampler.update_priority(torch.arange(ROWS), torch.rand(ROWS))
+    found = {}
+    for batch in (64, 256):
+        seconds = []
+        for _ in range(1000):
+            priorities = torch.rand(batch)
+            started = time.perf_counter()
+            index, _ = sampler.sample(storage, batch)
+            sampler.update_priority(index, priorities)
+            seconds.append(time.perf_counter() - started)
+        found[batch] = statistics.median(seconds)
+    return found
+
+
+if __name__ == "__main__":
+    main()

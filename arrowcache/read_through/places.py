@@ -57,6 +57,9 @@ class Places:
                 self._store.look_anew()
                 if not left:
                     raise
+            except BaseException:  # its places are not known, and are not to be taken for known
+                self.release()
+                raise
         return True
 
     def _take_in(self, snapshot: Snapshot) -> None:

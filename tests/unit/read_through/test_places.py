@@ -8,6 +8,7 @@ from helpers import flip_byte, make_cache, segment_files
 
 import arrowcache as ac
 from arrowcache.read_through.places import Places
+from arrowcache.reading.snapshot import Snapshot
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float64"), "_index": ac.Tensor("int64")})
 
@@ -99,3 +100,42 @@ def test_a_damaged_segment_is_left_out(cache, places):
     with pytest.warns(RuntimeWarning, match="quarantined"):
         places.refresh()
     assert read(places, 1, 2) == [None, 2]
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError, KeyboardInterrupt])
+def test_after_a_failure_to_read_new_segments_their_items_are_found(cache, places, monkeypatch, error):
+    """They counted as missing until the next segment came."""
+    publish(cache, 1, 2)
+    publish(cache, 3)
+    places.refresh()
+    places.release()
+    cache.evict(1)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Snapshot, "gather", fail)
+    with pytest.raises(error):
+        places.refresh()
+    monkeypatch.undo()
+    places.refresh()
+    assert read(places, 1, 2, 3) == [None, None, 3]
+
+
+def test_ctrl_c_while_segments_leave_shows_no_item_for_another(cache, places, monkeypatch):
+    publish(cache, 1)
+    publish(cache, 2)
+    publish(cache, 3)
+    places.refresh()
+    places.release()
+    cache.evict(1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("arrowcache.read_through.places.are_among", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        places.refresh()
+    monkeypatch.undo()
+    places.refresh()
+    assert read(places, 1, 2, 3) == [None, 2, 3]

@@ -1,19 +1,24 @@
-"""ReadThrough: what it stores, and when."""
+"""Outbox: what it stores, and when, through the reader that has it."""
 
 from __future__ import annotations
 
 import errno
 import sys
 import threading
+from signal import SIGINT, pthread_kill
 
 import numpy as np
 import pytest
 from helpers import KIB, wait_until
 
 import arrowcache as ac
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.read_through import outbox
+from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
-from arrowcache.read_through.reader import IDLE_SECONDS, ReadThrough
+from arrowcache.read_through.reader import ReadThrough
 from arrowcache.read_through.trouble import Trouble
+from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CachedItems
 from arrowcache.storage.recovery import create_store
 from arrowcache.storage.sizing import settings_of
@@ -274,4 +279,103 @@ def test_after_a_warning_that_is_an_error_claims_end_and_a_new_thread_publishes(
     wait_until(lambda: put(reader, 1), "the claim to end, as the thread dies of the warning")
     beside.put(2, item(2))
     wait_until(store.segments, "another thread")
+    beside.close()
+
+
+def threads_that_write():
+    return [each for each in threading.enumerate() if each.name == "arrowcache-publish"]
+
+
+def test_a_value_that_raises_a_value_error_is_no_item_that_is_too_large(reader):
+    class Odd:
+        @property
+        def detach(self):
+            raise ValueError("no array today")
+
+    assert reader.claim(np.array([1])).all()
+    with pytest.raises(ValueError, match="no array today"):
+        reader.put(1, {"x": Odd()})
+
+
+def test_what_is_published_early_needs_no_memory_for_the_next_segment(reader, monkeypatch):
+    assert put(reader, 1)
+
+    def none_left(*_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(SegmentBuilder, "__init__", none_left)
+    reader.publish()
+    assert len(reader.find(np.array([1])).positions) == 1
+
+
+def test_where_no_thread_can_be_started_items_are_stored_and_found(store, reader, monkeypatch):
+    """As in threads that outlive the main one: since Python 3.12 they start no others."""
+
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    after = fill(reader, store, fill(reader, store))
+    assert put(reader, after)
+    assert len(store.segments()) == 1, "who has filled two writes one"
+    reader.publish()
+    assert len(reader.find(np.arange(after + 1)).positions) == after + 1
+    reader.rest()
+    assert not store.stats().leased_bytes
+
+
+def test_ctrl_c_while_the_thread_starts_leaves_one_thread(reader, monkeypatch):
+    start, before = threading.Thread.start, len(threads_that_write())
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(reader, 1)
+    monkeypatch.undo()
+    assert put(reader, 2)
+    assert len(threads_that_write()) == before + 1
+
+
+def test_the_thread_lives_on_where_it_cannot_tell_who_waits(store, reader, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(Claims, "somebody_waits", fail)
+    assert put(reader, 1)
+    wait_until(store.segments, "the item to be published, a second later")
+
+
+def test_who_cannot_tell_what_others_hold_makes_items(reader, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(Claims, "is_held_elsewhere", fail)
+    assert not len(reader.await_claimed(np.array([1])).positions)
+    reader.settle()
+
+
+def test_after_ctrl_c_in_close_the_thread_publishes_what_is_left(store, slow, beside):
+    after = fill(beside, store)
+    slow.asked.acquire(timeout=10)
+    assert put(beside, after)
+    threading.Timer(0.3, pthread_kill, (threading.get_ident(), SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        beside.close()
+    slow.writes.set()
+    wait_until(lambda: sum(segment.rows for segment in store.segments()) == after + 1, "the last item")
+
+
+def test_of_readers_that_end_together_each_is_closed_whatever_another_raises(store):
+    broken = SlowStore(store, failures=2)
+    broken.writes.set()
+    failing = [ReadThrough(broken, ["x"], Trouble()) for _ in range(2)]
+    for index, each in enumerate(failing):
+        assert put(each, index)
+    with pytest.raises(RuntimeWarning, match="the disk is broken"):
+        outbox._close_all()
+    beside = ReadThrough(store, ["x"], Trouble())
+    assert beside.claim(np.arange(2)).all()
     beside.close()

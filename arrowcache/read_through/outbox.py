@@ -290,15 +290,16 @@ _at_work: weakref.WeakSet[Outbox] = weakref.WeakSet()
 _registered: Origin | None = None
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Close those of this process, each whatever another one raises."""
     call_all([outbox.close for outbox in [*_at_work]])
 
 
 def _close_at_worker_exit() -> None:
     global _registered
     if _registered is None or not _registered.is_here:
-        at_worker_exit(_close_all)
+        at_worker_exit(close_all)
         _registered = Origin()
 
 
-at_exit(_close_all)
+at_exit(close_all)

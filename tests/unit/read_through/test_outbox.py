@@ -12,14 +12,13 @@ import pytest
 from helpers import KIB, wait_until
 
 import arrowcache as ac
-from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.read_through import outbox
 from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import ReadThrough
 from arrowcache.read_through.trouble import Trouble
-from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CachedItems
+from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import create_store
 from arrowcache.storage.sizing import settings_of
 
@@ -297,13 +296,17 @@ def test_a_value_that_raises_a_value_error_is_no_item_that_is_too_large(reader):
         reader.put(1, {"x": Odd()})
 
 
-def test_what_is_published_early_needs_no_memory_for_the_next_segment(reader, monkeypatch):
+def test_what_is_published_early_needs_no_memory_for_the_next_segment(store, reader, monkeypatch):
     assert put(reader, 1)
 
-    def none_left(*_):
-        raise MemoryError("no memory")
+    empty = np.empty
 
-    monkeypatch.setattr(SegmentBuilder, "__init__", none_left)
+    def none_left(shape, *options):
+        if shape == (store.settings.form.full_rows, 1024):
+            raise MemoryError("no memory")
+        return empty(shape, *options)
+
+    monkeypatch.setattr(np, "empty", none_left)
     reader.publish()
     assert len(reader.find(np.array([1])).positions) == 1
 
@@ -340,21 +343,30 @@ def test_ctrl_c_while_the_thread_starts_leaves_one_thread(reader, monkeypatch):
 
 
 def test_the_thread_lives_on_where_it_cannot_tell_who_waits(store, reader, monkeypatch):
-    def fail(_):
-        raise OSError(errno.ENOLCK, "no locks")
+    conflict = LockFile.conflict
 
-    monkeypatch.setattr(Claims, "somebody_waits", fail)
+    def fail(file, start, length):
+        if start >= 2**62:  # a sign of the claims
+            raise OSError(errno.ENOLCK, "no locks")
+        return conflict(file, start, length)
+
+    monkeypatch.setattr(LockFile, "conflict", fail)
     assert put(reader, 1)
     wait_until(store.segments, "the item to be published, a second later")
 
 
-def test_who_cannot_tell_what_others_hold_makes_items(reader, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, "the disk is broken")
+def test_who_cannot_tell_what_others_hold_makes_items(store, reader, monkeypatch):
+    beside = ReadThrough(store, ["x"], Trouble())
+    assert beside.claim(np.array([1])).all()
 
-    monkeypatch.setattr(Claims, "is_held_elsewhere", fail)
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(LockFile, "conflict", fail)
     assert not len(reader.await_claimed(np.array([1])).positions)
     reader.settle()
+    monkeypatch.undo()
+    beside.close()
 
 
 def test_after_ctrl_c_in_close_the_thread_publishes_what_is_left(store, slow, beside):
@@ -375,7 +387,7 @@ def test_of_readers_that_end_together_each_is_closed_whatever_another_raises(sto
     for index, each in enumerate(failing):
         assert put(each, index)
     with pytest.raises(RuntimeWarning, match="the disk is broken"):
-        outbox._close_all()
+        outbox.close_all()
     beside = ReadThrough(store, ["x"], Trouble())
     assert beside.claim(np.arange(2)).all()
     beside.close()

@@ -468,9 +468,6 @@ class _Filling(Dataset[bool]):
     def __len__(self) -> int:
         return len(self._missing)
 
-    def __getitem__(self, at: int) -> bool:
-        return self.__getitems__([at])[0]
-
     def __getitems__(self, places: list[int]) -> list[bool]:
         self._train.items_of(self._missing[places])
         reader = self._train.reader_here()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
+from itertools import count
 from signal import SIGINT, pthread_kill
 
 import numpy as np
@@ -17,6 +18,7 @@ from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import ReadThrough
 from arrowcache.read_through.trouble import Trouble
+from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import CachedItems
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import create_store
@@ -391,3 +393,39 @@ def test_of_readers_that_end_together_each_is_closed_whatever_another_raises(sto
     beside = ReadThrough(store, ["x"], Trouble())
     assert beside.claim(np.arange(2)).all()
     beside.close()
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_call_loses_no_item_and_publishes_none_twice(tmp_path):
+    """Python raises it as a function begins, or after a call of one in C."""
+    calls, target = count(), 0
+    parts = ("arrowcache/read_through", "arrowcache/storage", "arrowcache/arrow")
+
+    def interrupt(frame, event, _):
+        is_ours = any(part in frame.f_code.co_filename for part in parts)
+        if is_ours and event in ("call", "c_return") and next(calls) == target:
+            raise KeyboardInterrupt
+
+    def passes(call, *arguments) -> bool:
+        try:
+            call(*arguments)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    while next(calls) >= target:  # the last run was interrupted
+        target, calls = target + 23, count()
+        store = make_store(tmp_path / str(target), 4 << 20)
+        reader = ReadThrough(store, ["x"], Trouble())
+        sys.setprofile(interrupt)
+        try:
+            done = [index for index in range(36) if passes(put, reader, index)]
+            for end in (reader.publish, reader.rest, reader.close):
+                passes(end)
+        finally:
+            sys.setprofile(None)
+        reader.close()
+        with Snapshot.take(store) as snapshot:
+            published = snapshot.gather(np.arange(len(snapshot)), [INDEX])[INDEX].tolist()
+        assert len({*published}) == len(published)
+        assert {*done} <= {*published}

@@ -101,7 +101,7 @@ def test_a_damaged_segment_is_left_out(cache, places):
     assert read(places, 1, 2) == [None, 2]
 
 
-@pytest.mark.parametrize("error", [OSError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [OSError, MemoryError, KeyboardInterrupt, ac.CorruptSegmentError])
 def test_after_a_failure_to_read_new_segments_their_items_are_found(cache, places, monkeypatch, error):
     """They counted as missing until the next segment came."""
     publish(cache, 1, 2)

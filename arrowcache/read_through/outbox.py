@@ -7,7 +7,8 @@ reader's lease. Guarantees:
 - the thread writes a full segment while the next one fills: only who has filled two waits for the disk;
 - what cannot be stored is given up together with all claims: others may make and store it;
 - Ctrl-C at any point loses nothing that is unpublished, and publishes no segment twice.
-Must never: write, or wait for who writes, while it holds the lock.
+Must never: write, or wait for who writes, while it holds the lock, nor the reverse: a signal handler that
+closes may hold it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Outbox:
         self._store, self._places, self._claims, self._trouble = store, places, claims, trouble
         self._filling: SegmentBuilder | None = None  # the segment in progress
         self._full: SegmentBuilder | None = None  # the one before, until it is published
-        self._writing = threading.RLock()  # of who writes a segment; never asked for inside `lock`
+        self._writing = threading.RLock()  # of who writes a segment; never held together with `lock`
         self.lock = threading.RLock()
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
         self._may_be_full = True  # there was no room when something was last published, or none is known of
@@ -151,27 +152,26 @@ class Outbox:
 
     def publish(self) -> None:
         """Publish what was put by now. Raises nothing: what fails is a warning."""
-        with self._writing:
-            self._write_full()
-            with self.lock:
-                if not self._is_empty:
-                    self._hand_over()  # unless others filled it meanwhile, and did that
-            self._write_full()
+        self._write_full()
+        with self.lock:
+            if not self._is_empty:
+                self._hand_over()  # unless others filled it meanwhile, and did that
+        self._write_full()
 
     def _write_full(self) -> None:
         """Publish the full segment, if there is one. Blocks: also while somebody else is at it."""
-        with self._writing:
-            full = self._full
-            if full is None:
-                return
-            with self.storing():
-                if full.rows:  # else Ctrl-C came when it was published
+        with self.storing():
+            with self._writing:
+                full = self._full
+                if full is not None and full.rows:  # else it is published by now
                     self._store.publish(full.encode(), policy=RoomPolicy("raise"), on_visible=full.clear)
-                with self.lock:
-                    if self._full is full:  # else a failure elsewhere gave it up, and this is the next one
-                        self._full = None
-                    self._may_merge, self._may_be_full = True, False
-                    self.take_in()
+            with self.lock:
+                if full is None:
+                    return
+                if self._full is full:  # else a failure elsewhere gave it up, and this is the next one
+                    self._full = None
+                self._may_merge, self._may_be_full = True, False
+                self.take_in()
 
     def take_in(self) -> None:
         """Take in the segments that came and went, and end the claims of items that came, under the lock.

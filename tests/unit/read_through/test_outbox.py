@@ -395,6 +395,26 @@ def test_of_readers_that_end_together_each_is_closed_whatever_another_raises(sto
     beside.close()
 
 
+def test_a_signal_handler_may_publish_while_a_request_is_under_way(store, slow, beside):
+    """It has the reader's lock then, which the thread that wrote waited for."""
+    after = fill(beside, store)
+    slow.asked.acquire(timeout=10)
+    assert put(beside, after)
+
+    def handler():
+        del slow.segments
+        slow.writes.set()
+        beside.publish()
+        return store.segments()
+
+    slow.segments = handler
+    asking = threading.Thread(target=beside.has, args=(np.arange(1),), daemon=True)
+    asking.start()
+    asking.join(10)
+    assert not asking.is_alive()
+    assert beside.cached == after + 1
+
+
 @pytest.mark.slow
 def test_ctrl_c_at_any_call_loses_no_item_and_publishes_none_twice(tmp_path):
     """Python raises it as a function begins, or after a call of one in C."""

@@ -27,6 +27,10 @@ LARGER_SEGMENTS_OF_ITEMS = "in a new folder, a larger capacity or a larger first
 _NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
+class RowTooLargeError(ValueError):
+    """A row is larger than a segment."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConvertedRows:
     """Checked samples, column by column: arrays with a leading axis, and (bytes, elements) a value."""
@@ -82,8 +86,8 @@ class SegmentBuilder:
     def convert(self, sample: Mapping[str, Any], *, many: bool) -> ConvertedRows:
         """Check one sample, or many along a leading axis, and convert it to rows.
 
-        Raises: SchemaError: names the field, what was expected and what came. ValueError: a row
-            larger than a segment.
+        Raises: SchemaError: names the field, what was expected and what came. RowTooLargeError: a
+            row larger than a segment.
         """
         if missing := [name for name in self._schema if name not in sample]:
             raise SchemaError(f"sample lacks {', '.join(map(repr, missing))}: it has {', '.join(sample)}")
@@ -117,13 +121,13 @@ class SegmentBuilder:
         rows = ConvertedRows(len(sizes), fixed, variable, sizes)
         widest = int(sizes.max(initial=0))
         if widest > segment.MAX_ELEMENTS:
-            raise ValueError(
+            raise RowTooLargeError(
                 f"a row has {format_bytes(widest)} of variable length, and Arrow's offsets end at "
                 f"{format_bytes(segment.MAX_ELEMENTS)}: split it"
             )
         largest = self._empty_bytes + self._row_bytes + widest
         if largest > self.form.segment_bytes:
-            raise ValueError(
+            raise RowTooLargeError(
                 f"a row needs a segment of up to {format_bytes(largest)}, and the cache's have at most "
                 f"{format_bytes(self.form.segment_bytes)}: {self._way_out}"
             )

@@ -48,15 +48,19 @@ class Places:
             return False
         for left in reversed(range(_ATTEMPTS)):
             self.release()
-            self._listed, self.snapshot = listed, Snapshot.take(self._store)
-            self.snapshot.temperature = self.temperature
+            snapshot = Snapshot.take(self._store)
+            snapshot.temperature = self.temperature
             try:
-                self._take_in(self.snapshot)
+                self._take_in(snapshot)
+                self._listed, self.snapshot = listed, snapshot  # only now: its rows are known
                 break
             except CorruptSegmentError:  # it is quarantined by now
                 self._store.look_anew()
                 if not left:
                     raise
+            finally:
+                if self.snapshot is None:
+                    snapshot.close()
         return True
 
     def _take_in(self, snapshot: Snapshot) -> None:

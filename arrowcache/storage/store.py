@@ -243,7 +243,7 @@ class Store:
 
         Args:
             on_visible: called as soon as it is: what is raised after that, as by Ctrl-C, is no reason to
-                publish its rows again. Quick; raises nothing.
+                publish its rows again. Quick; raises nothing, and is called again where Ctrl-C cuts it short.
             syncs: have it on the disk before this returns, also where the cache is not durable.
         Blocks: while the segment is written, and as `policy` says while there is no room. Where the disk is
             full before the cache is, up to three of the oldest segments leave for room, with each call.
@@ -295,13 +295,13 @@ class Store:
             self.folder.write_record(replace(record, next_seq=record.next_seq + 1))
             try:
                 self.folder.link(part, name)
+                on_visible()
             except OSError:
                 raise
-            except BaseException:  # Ctrl-C, before the call or after it
+            except BaseException:  # Ctrl-C, before either call, in it or after it
                 if os.path.lexists(self.folder.segments / name):
                     on_visible()
                 raise
-            on_visible()
             part.discard()
             self.usage.add_inserted(record.next_seq, rows)
             self._end_task(task)

@@ -34,8 +34,9 @@ from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError
 from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
+from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
-from arrowcache.read_through.reader import IDLE_SECONDS, Found, ReadThrough
+from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
 from arrowcache.storage.layout import CachedItems, Settings
@@ -466,9 +467,6 @@ class _Filling(Dataset[bool]):
 
     def __len__(self) -> int:
         return len(self._missing)
-
-    def __getitem__(self, at: int) -> bool:
-        return self.__getitems__([at])[0]
 
     def __getitems__(self, places: list[int]) -> list[bool]:
         self._train.items_of(self._missing[places])

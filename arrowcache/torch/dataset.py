@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_in
 
 from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
+from arrowcache.reading.options import refuse_budget
 from arrowcache.reading.selection import INCLUDED
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
@@ -184,6 +185,7 @@ def dataloader(
     Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch` and `close`.
     Raises: TypeError: an option that this function sets itself. ValueError: an argument that does not fit.
     """
+    refuse_budget("dataloader", options)
     if "collate_fn" in options:
         raise TypeError(
             "collate_fn cannot be given: batches are made already; pass transform=, which gets them"

@@ -28,7 +28,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 import arrowcache as ac
 from arrowcache.explore import History, observe
 from arrowcache.explore.board import board_of
-from arrowcache.read_through import reader, trouble
+from arrowcache.read_through import outbox, trouble
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
 from arrowcache.torch import CachedDataset, cached
@@ -436,7 +436,7 @@ def test_threads_that_begin_together_have_one_reader(path, monkeypatch):
 
 
 def test_what_was_made_is_published_after_a_minute_without_a_pause(path, monkeypatch):
-    monkeypatch.setattr(reader, "_MAX_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr(outbox, "MAX_DELAY_SECONDS", 0.2)
     numbers = chain.from_iterable(repeat(range(5)))
     with cached(Numbers(5), path, capacity="16MiB") as train:
         cache = ac.Cache.open(path)

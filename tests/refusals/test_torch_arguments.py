@@ -89,6 +89,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
         dataloader,
         [
             *of_loaders(at.dataloader),
+            BY_TOKENS,
             ({"num_workers": 1.5}, TypeError, "num_workers"),
             ({"num_workers": "2"}, TypeError, "num_workers"),
             ({"num_workers": True}, ValueError, "num_workers"),

@@ -99,3 +99,42 @@ def test_a_damaged_segment_is_left_out(cache, places):
     with pytest.warns(RuntimeWarning, match="quarantined"):
         places.refresh()
     assert read(places, 1, 2) == [None, 2]
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError, KeyboardInterrupt, ac.CorruptSegmentError])
+def test_after_a_failure_to_read_new_segments_their_items_are_found(cache, places, monkeypatch, error):
+    """They counted as missing until the next segment came."""
+    publish(cache, 1, 2)
+    publish(cache, 3)
+    places.refresh()
+    places.release()
+    cache.evict(1)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(np, "repeat", fail)
+    with pytest.raises(error):
+        places.refresh()
+    monkeypatch.undo()
+    places.refresh()
+    assert read(places, 1, 2, 3) == [None, None, 3]
+
+
+def test_ctrl_c_while_segments_leave_shows_no_item_for_another(cache, places, monkeypatch):
+    publish(cache, 1)
+    publish(cache, 2)
+    publish(cache, 3)
+    places.refresh()
+    places.release()
+    cache.evict(1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "all", interrupted)  # who asks whether some left
+    with pytest.raises(KeyboardInterrupt):
+        places.refresh()
+    monkeypatch.undo()
+    places.refresh()
+    assert read(places, 1, 2, 3) == [None, 2, 3]

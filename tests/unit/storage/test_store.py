@@ -1001,6 +1001,20 @@ def test_ctrl_c_tells_whether_a_segment_is_visible(cache, monkeypatch, is_linked
     assert os.listdir(cache.path / "incoming") == []
 
 
+def test_who_is_told_of_a_visible_segment_is_told_again_where_ctrl_c_cuts_that_short(cache):
+    """A builder had its rows still, and published them twice."""
+    told = []
+
+    def clear():
+        told.append(True)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.store.publish(segment(), on_visible=clear)
+    assert len(told) == 2
+
+
 @pytest.mark.parametrize("suffix", [PART, FREED])
 def test_what_another_writer_has_begun_is_worth_waiting_for(cache, suffix):
     cache.store.folder.write_settings(cache.store.settings.with_capacity(64 * KIB))

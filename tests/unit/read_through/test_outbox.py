@@ -1,20 +1,26 @@
-"""ReadThrough: what it stores, and when."""
+"""Outbox: what it stores, and when, through the reader that has it."""
 
 from __future__ import annotations
 
 import errno
 import sys
 import threading
+from itertools import count
+from signal import SIGINT, pthread_kill
 
 import numpy as np
 import pytest
 from helpers import KIB, wait_until
 
 import arrowcache as ac
+from arrowcache.read_through import outbox
+from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
-from arrowcache.read_through.reader import IDLE_SECONDS, ReadThrough
+from arrowcache.read_through.reader import ReadThrough
 from arrowcache.read_through.trouble import Trouble
+from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import CachedItems
+from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import create_store
 from arrowcache.storage.sizing import settings_of
 
@@ -275,3 +281,171 @@ def test_after_a_warning_that_is_an_error_claims_end_and_a_new_thread_publishes(
     beside.put(2, item(2))
     wait_until(store.segments, "another thread")
     beside.close()
+
+
+def threads_that_write():
+    return [each for each in threading.enumerate() if each.name == "arrowcache-publish"]
+
+
+def test_a_value_that_raises_a_value_error_is_no_item_that_is_too_large(reader):
+    class Odd:
+        @property
+        def detach(self):
+            raise ValueError("no array today")
+
+    assert reader.claim(np.array([1])).all()
+    with pytest.raises(ValueError, match="no array today"):
+        reader.put(1, {"x": Odd()})
+
+
+def test_what_is_published_early_needs_no_memory_for_the_next_segment(store, reader, monkeypatch):
+    assert put(reader, 1)
+
+    empty = np.empty
+
+    def none_left(shape, *options):
+        if shape == (store.settings.form.full_rows, 1024):
+            raise MemoryError("no memory")
+        return empty(shape, *options)
+
+    monkeypatch.setattr(np, "empty", none_left)
+    reader.publish()
+    assert len(reader.find(np.array([1])).positions) == 1
+
+
+def test_where_no_thread_can_be_started_items_are_stored_and_found(store, reader, monkeypatch):
+    """As in threads that outlive the main one: since Python 3.12 they start no others."""
+
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    after = fill(reader, store, fill(reader, store))
+    assert put(reader, after)
+    assert len(store.segments()) == 1, "who has filled two writes one"
+    reader.publish()
+    assert len(reader.find(np.arange(after + 1)).positions) == after + 1
+    reader.rest()
+    assert not store.stats().leased_bytes
+
+
+def test_ctrl_c_while_the_thread_starts_leaves_one_thread(reader, monkeypatch):
+    start, before = threading.Thread.start, len(threads_that_write())
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(reader, 1)
+    monkeypatch.undo()
+    assert put(reader, 2)
+    assert len(threads_that_write()) == before + 1
+
+
+def test_the_thread_lives_on_where_it_cannot_tell_who_waits(store, reader, monkeypatch):
+    conflict = LockFile.conflict
+
+    def fail(file, start, length):
+        if start >= 2**62:  # a sign of the claims
+            raise OSError(errno.ENOLCK, "no locks")
+        return conflict(file, start, length)
+
+    monkeypatch.setattr(LockFile, "conflict", fail)
+    assert put(reader, 1)
+    wait_until(store.segments, "the item to be published, a second later")
+
+
+def test_who_cannot_tell_what_others_hold_makes_items(store, reader, monkeypatch):
+    beside = ReadThrough(store, ["x"], Trouble())
+    assert beside.claim(np.array([1])).all()
+
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(LockFile, "conflict", fail)
+    assert not len(reader.await_claimed(np.array([1])).positions)
+    reader.settle()
+    monkeypatch.undo()
+    beside.close()
+
+
+def test_after_ctrl_c_in_close_the_thread_publishes_what_is_left(store, slow, beside):
+    after = fill(beside, store)
+    slow.asked.acquire(timeout=10)
+    assert put(beside, after)
+    threading.Timer(0.3, pthread_kill, (threading.get_ident(), SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        beside.close()
+    slow.writes.set()
+    wait_until(lambda: sum(segment.rows for segment in store.segments()) == after + 1, "the last item")
+
+
+def test_of_readers_that_end_together_each_is_closed_whatever_another_raises(store):
+    broken = SlowStore(store, failures=2)
+    broken.writes.set()
+    failing = [ReadThrough(broken, ["x"], Trouble()) for _ in range(2)]
+    for index, each in enumerate(failing):
+        assert put(each, index)
+    with pytest.raises(RuntimeWarning, match="the disk is broken"):
+        outbox.close_all()
+    beside = ReadThrough(store, ["x"], Trouble())
+    assert beside.claim(np.arange(2)).all()
+    beside.close()
+
+
+def test_a_signal_handler_may_publish_while_a_request_is_under_way(store, slow, beside):
+    """It has the reader's lock then, which the thread that wrote waited for."""
+    after = fill(beside, store)
+    slow.asked.acquire(timeout=10)
+    assert put(beside, after)
+
+    def handler():
+        del slow.segments
+        slow.writes.set()
+        beside.publish()
+        return store.segments()
+
+    slow.segments = handler
+    asking = threading.Thread(target=beside.has, args=(np.arange(1),), daemon=True)
+    asking.start()
+    asking.join(10)
+    assert not asking.is_alive()
+    assert beside.cached == after + 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_call_loses_no_item_and_publishes_none_twice(tmp_path):
+    """Python raises it as a function begins, or after a call of one in C."""
+    calls, target = count(), 0
+    parts = ("arrowcache/read_through", "arrowcache/storage", "arrowcache/arrow")
+
+    def interrupt(frame, event, _):
+        is_ours = any(part in frame.f_code.co_filename for part in parts)
+        if is_ours and event in ("call", "c_return") and next(calls) == target:
+            raise KeyboardInterrupt
+
+    def passes(call, *arguments) -> bool:
+        try:
+            call(*arguments)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    while next(calls) >= target:  # the last run was interrupted
+        target, calls = target + 23, count()
+        store = make_store(tmp_path / str(target), 4 << 20)
+        reader = ReadThrough(store, ["x"], Trouble())
+        sys.setprofile(interrupt)
+        try:
+            done = [index for index in range(36) if passes(put, reader, index)]
+            for end in (reader.publish, reader.rest, reader.close):
+                passes(end)
+        finally:
+            sys.setprofile(None)
+        reader.close()
+        with Snapshot.take(store) as snapshot:
+            published = snapshot.gather(np.arange(len(snapshot)), [INDEX])[INDEX].tolist()
+        assert len({*published}) == len(published)
+        assert {*done} <= {*published}

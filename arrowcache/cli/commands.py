@@ -222,6 +222,18 @@ def watch(
     watch_cache(cache, interval, once=once)
 
 
+@app.command()
+def explore(
+    cache: CachePath,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 0,
+) -> None:
+    """Brush charts of a cache in a browser, see the rows behind, exclude and tag them. Ctrl-C ends it."""
+    from arrowcache.explore.serving import serve
+
+    serve(ac.Cache.open(cache), write, opens=not no_browser, port=port)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )

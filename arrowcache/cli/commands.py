@@ -228,10 +228,17 @@ def explore(
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 0,
 ) -> None:
-    """Brush charts of a cache in a browser, see the rows behind, exclude and tag them. Ctrl-C ends it."""
+    """Brush charts of a cache in a browser, see the rows behind, tag or exclude them.
+
+    Ctrl-C ends it, with exit code 0.
+    """
     from arrowcache.explore.serving import serve
 
-    serve(ac.Cache.open(cache), write, opens=not no_browser, port=port)
+    def say(url: str) -> None:
+        write(url)
+        sys.stdout.flush()
+
+    serve(ac.Cache.open(cache), say, opens=not no_browser, port=port)
 
 
 @app.command(

@@ -150,13 +150,18 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         self.board = {**self.board, "looks": self.board.get("looks", 0) + 1, **changed}
 
     def _show(self) -> None:
-        (total,) = self.con.execute(f"select count(*) from {TABLE}").fetchone()
-        (count,) = self.con.execute(f"select count(*) from {self._brushed}").fetchone()
+        (total,) = self._one(f"select count(*) from {TABLE}")
+        (count,) = self._one(f"select count(*) from {self._brushed}")
         page = f"select _seq, _row from {self._brushed} limit {_PAGE_ROWS} offset {int(self._first)}"
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
         board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
         self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says="", error="")
+
+    def _one(self, query: str) -> tuple[Any, ...]:
+        """The first row of a result, which is fetched wholly: the connection does nothing else before."""
+        row: tuple[Any, ...] = self.con.execute(query).fetchall()[0]
+        return row
 
     # -- the copy ----------------------------------------------------------------------------------
 
@@ -176,7 +181,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
             self.con.execute(f"delete from {TABLE} where _seq in ({', '.join(map(str, gone))})")
         self._seqs = seen
         cubes = f"select count(*) from duckdb_tables() where schema_name = '{_CUBES}'"
-        (count,) = self.con.execute(cubes).fetchone()
+        (count,) = self._one(cubes)
         if self._version and not gone and not new and count <= _MOST_CUBES:
             return False
         self.con.execute(f"drop schema if exists {_CUBES} cascade")  # they count what was there before
@@ -213,12 +218,12 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         if not isinstance(self._schema[name], String):
             return not column.startswith('"$')  # which mosaic takes for a parameter
         some = f"(select {column} as x from {_NEW} limit {_MOST_COUNTED})"
-        return bool(self.con.execute(f"select count(distinct x) from {some}").fetchone()[0] <= _MOST_BARS)
+        return bool(self._one(f"select count(distinct x) from {some}")[0] <= _MOST_BARS)
 
     def _spec(self) -> dict[str, Any]:
         columns = [column_in_sql(self._schema, name) for name in self._columns]
         counts = ", ".join(f"approx_count_distinct({column})" for column in columns)
-        found = self.con.execute(f"select {counts or 0} from {TABLE}").fetchone()
+        found = self._one(f"select {counts or 'count(*)'} from {TABLE}")
         kinds = [self._schema[name] for name in self._columns]
         names = [column[1:-1].replace('""', '"') for column in columns]
         charts = [*map(_chart, names, kinds, found)]

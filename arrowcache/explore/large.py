@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType
+from arrowcache.arrow.schema import FieldType, Ragged
 from arrowcache.explore.pictures import picture
 
 _AUDIO: Any = display.Audio  # without types
@@ -23,6 +23,7 @@ _CHANNELS = (1, 3, 4)
 _MOST_PLOTTED = 200_000  # numbers of a signal; of a longer one `picture` draws the lowest and highest
 _FEWEST_HEARD = 4000  # numbers of a signal that may be sound
 _RATE = 16_000  # a second, where no column tells
+_MOST_NUMBERS = 10_000  # of a ragged column's row that are shown as text, too
 _LIMITS_OF = 100_000  # numbers of a volume that tell the limits of its colors
 _SOUNDS = {b"RIFF": "audio/wav", b"fLaC": "audio/flac", b"OggS": "audio/ogg", b"ID3": "audio/mpeg"}
 
@@ -50,6 +51,8 @@ def large(name: str, value: Any, kind: FieldType | None, rate: int = 0) -> dict[
         shown = slice_html(value, slices // 2)
     else:
         shown = picture(value, kind, _PIXELS)._repr_html_()
+    if isinstance(kind, Ragged) and value.size <= _MOST_NUMBERS:
+        shown += f"<pre>{np.array2string(value, threshold=_MOST_NUMBERS)}</pre>"
     return {"name": name, "html": shown, "slices": slices}
 
 

@@ -6,6 +6,7 @@ another host or comes from another page is refused, so that no site in the same 
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import secrets
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from arrowcache.explore.explorer import Explorer
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<link rel="icon" href="data:,"><link rel="stylesheet" href="/explorer.css"><body style="font-family: system-ui, sans-serif; margin: 1em">
-<b>{title}</b><div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
+<link rel="icon" href="data:,"><link rel="stylesheet" href="/explorer.css">
+<body style="font-family: system-ui, sans-serif; margin: 1em"><b>{title}</b>
+<div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
 """
 _POLICY = "default-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 _MOST_ASKED_BYTES = 16 << 20
@@ -49,6 +51,8 @@ class _Wire(DummyComm):
 class Server(ThreadingHTTPServer):
     """Serves one widget, on a port of 127.0.0.1. `url` is to be opened once; `serve_forever` answers.
 
+    Whoever else uses the widget meanwhile holds `lock`.
+
     Args:
         title: of the page, as text.
         port: 0: any that is free.
@@ -62,7 +66,7 @@ class Server(ThreadingHTTPServer):
         self.host = f"127.0.0.1:{self.server_port}"
         self.token, self.cookie = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.url = f"http://{self.host}/?token={self.token}"
-        self._wire, self._lock = _Wire(), threading.Lock()
+        self._wire, self.lock = _Wire(), threading.Lock()
         widget.comm = self._wire
         css, script = (str(text) for text in (widget._css, widget._esm))
         page = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -75,7 +79,7 @@ class Server(ThreadingHTTPServer):
 
     def admits(self, token: str) -> bool:
         """Whether this is the token, for the first time."""
-        with self._lock:
+        with self.lock:
             is_it = bool(self.token) and secrets.compare_digest(token.encode(), self.token.encode())
             if is_it:
                 self.token = ""
@@ -83,7 +87,7 @@ class Server(ThreadingHTTPServer):
 
     def answer(self, data: dict[str, Any]) -> bytes:
         """Have the widget take a message; returns what it sent since, as page.js reads it."""
-        with self._lock:
+        with self.lock:
             self._wire.handle_msg({"content": {"data": data}, "buffers": []})
             sent, self._wire.sent = self._wire.sent, []
         listed = [{"data": data, "sizes": [*map(len, buffers)]} for data, buffers in sent]
@@ -152,8 +156,11 @@ def serve(cache: Cache, say: Callable[[str], None], opens: bool = True, port: in
         opens: open a browser there.
         port: of 127.0.0.1; 0: any that is free.
     """
-    with Server(explore.open(cache), str(cache.path), port) as server:
+    with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path), port) as server:
         say(server.url)
         if opens:
             webbrowser.open(server.url)
-        server.serve_forever(poll_interval=0.1)
+        try:
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            pass  # as it is meant to end

@@ -58,13 +58,19 @@ function render({ model, el }) {
     button(parent, "tag", `Tag ${what}`, () => (text.value ? act("tag")() : text.focus()), isOff);
   }
 
+  async function askAnew(client) {
+    await client.prepare(); // bounds
+    const others = client.filterBy?.clauses.filter((clause) => !client.filterBy.skip(client, clause)) ?? [];
+    client.requestQuery(client.query(others.map((clause) => clause.predicate)));
+  }
+
   function drawBoard() {
     const board = model.get("board");
     isAsked = false;
     if (board.version !== version) {
       version = board.version;
       mosaic.coordinator().manager.cache().clear();
-      for (const client of mosaic.coordinator().clients) client.initialize();
+      mosaic.coordinator().clients.forEach(askAnew);
     }
     root.dataset.looks = board.looks;
     says.textContent = board.says;

@@ -226,8 +226,11 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         found = self._one(f"select {counts or 'count(*)'} from {TABLE}")
         kinds = [self._schema[name] for name in self._columns]
         names = [column[1:-1].replace('""', '"') for column in columns]
-        charts = [*map(_chart, names, kinds, found)]
-        return {"params": {"brush": {"select": "crossfilter"}}, "hconcat": charts or [{"vspace": 0}]}
+        brushes = [f"brush{number}" for number in range(len(columns))]
+        charts = [*map(_chart, brushes, names, kinds, found)]
+        together = {"select": "crossfilter", "include": [f"${own}" for own in brushes]}
+        params = {**{own: {"select": "intersect"} for own in brushes}, "brush": together}
+        return {"params": params, "hconcat": charts or [{"vspace": 0}]}
 
 
 def _is_scalar(kind: FieldType) -> bool:
@@ -235,7 +238,7 @@ def _is_scalar(kind: FieldType) -> bool:
     return is_one or isinstance(kind, String | Timestamp)
 
 
-def _chart(name: str, kind: FieldType, different: int) -> dict[str, Any]:
+def _chart(own: str, name: str, kind: FieldType, different: int) -> dict[str, Any]:
     """A chart in mosaic's words: all rows in grey, before them those that the brushes of others leave."""
     is_whole = isinstance(kind, Tensor) and "float" not in kind.dtype
     axes: dict[str, Any]
@@ -250,7 +253,8 @@ def _chart(name: str, kind: FieldType, different: int) -> dict[str, Any]:
         "plot": [
             {**drawn, "data": {"from": TABLE}, "fill": "currentColor", "fillOpacity": 0.15},
             {**drawn, "data": {"from": TABLE, "filterBy": "$brush"}, "fill": "#2f7fc1"},
-            {"select": brush, "as": "$brush"},
+            {"select": brush, "as": f"${own}"},
+            *[{"select": "highlight", "by": f"${own}"}] * (mark == "barX"),
         ],
         "width": 300,
         "xLabel": name,

@@ -64,16 +64,16 @@ class Screen:
             "return document.querySelector(arguments[0])?.innerText ?? ''", selector
         )
 
-    def bars(self, column):
-        """How long the blue bars of a column's chart are, together."""
+    def bars(self, column, color="#2f7fc1"):
+        """How long the bars of a column's chart are, together: the blue ones, or all rows' behind them."""
         script = """
             const chart = [...document.querySelectorAll(".charts svg")].find(
               (svg) => svg.textContent.includes(arguments[0]));
-            const bars = chart?.querySelectorAll('g[fill="#2f7fc1"] rect') ?? [];
+            const bars = chart?.querySelectorAll(`g[fill="${arguments[1]}"] rect`) ?? [];
             const side = arguments[0] === "x" ? "height" : "width";
             return Array.from(bars).reduce((sum, bar) => sum + Number(bar.getAttribute(side)), 0);
         """
-        return self.browser.execute_script(script, column)
+        return self.browser.execute_script(script, column, color)
 
     def chart(self, column):
         (found,) = (svg for svg in self.all(".charts svg") if column in svg.text.split())
@@ -140,8 +140,11 @@ def test_brush_open_exclude(served, browser, monkeypatch, tmp_path):
         fewest = len(ids())
         assert len(set(explore.rows(cache, ids())["label"])) == 1
 
+        bars = screen.bars("x"), screen.bars("label")
         fill(cache, 200, 250)  # and the brushes stay
         wait_until(lambda: screen.text(".count") == f"{fewest} of 250 rows", "what was published")
+        wait_until(lambda: bars != (screen.bars("x"), screen.bars("label")), "new charts")
+        assert screen.bars("label") < 0.6 * screen.bars("label", "currentColor")
 
         wait_until(lambda: len(screen.all(".table tbody tr")) == 8, "the rows")
         screen.click(".table tbody tr:nth-child(2)")

@@ -251,7 +251,7 @@ def _chart(own: str, name: str, kind: FieldType, different: int) -> dict[str, An
     drawn = {"mark": mark, **axes}
     return {
         "plot": [
-            {**drawn, "data": {"from": TABLE}, "fill": "currentColor", "fillOpacity": 0.15},
+            {**drawn, "data": {"from": TABLE}, "fill": "#8c8c8c", "fillOpacity": 0.35},
             {**drawn, "data": {"from": TABLE, "filterBy": "$brush"}, "fill": "#2f7fc1"},
             {"select": brush, "as": f"${own}"},
             *[{"select": "highlight", "by": f"${own}"}] * (mark == "barX"),

@@ -144,7 +144,7 @@ def test_brush_open_exclude(served, browser, monkeypatch, tmp_path):
         fill(cache, 200, 250)  # and the brushes stay
         wait_until(lambda: screen.text(".count") == f"{fewest} of 250 rows", "what was published")
         wait_until(lambda: bars != (screen.bars("x"), screen.bars("label")), "new charts")
-        assert screen.bars("label") < 0.6 * screen.bars("label", "currentColor")
+        assert screen.bars("label") < 0.6 * screen.bars("label", "#8c8c8c")
 
         wait_until(lambda: len(screen.all(".table tbody tr")) == 8, "the rows")
         screen.click(".table tbody tr:nth-child(2)")

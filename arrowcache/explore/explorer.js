@@ -18,7 +18,7 @@ const STYLE = `
 .arrowcache-explorer .values img { max-width: 100%; }
 .arrowcache-explorer pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto; }
 `;
-const PAUSE_MS = 150; // after the last move of a brush, before its rows are asked for
+const PAUSE_MS = 250; // after the last move of a brush, before its rows are asked for
 const REFRESH_MS = 3000;
 
 function add(parent, tag, className = "", text = "") {

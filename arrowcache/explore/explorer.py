@@ -82,7 +82,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         self._predicate, self._first = "", 0
         self._row: Rows | None = None  # the one that is shown large
         connection = connect()
-        connection.execute("set lock_configuration = true")
+        connection.execute("set preserve_insertion_order = false; set lock_configuration = true")
         super().__init__(con=connection, preagg_schema=_CUBES)
         self._follow()
         self.spec = self._spec()
@@ -96,11 +96,15 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     @property
     def ids(self) -> NDArray[np.int64]:
         """The rows that are brushed, all where none is: (n, 2), `_seq` and `_row` of each."""
-        return row_ids(self.con.execute(f"select _seq, _row from {self._brushed}").fetchnumpy())
+        return row_ids(self.con.execute(self._ids).fetchnumpy())
 
     @property
     def _brushed(self) -> str:
         return f"{TABLE} where {self._predicate}" if self._predicate else TABLE
+
+    @property
+    def _ids(self) -> str:
+        return f"select _seq, _row from {self._brushed} order by _seq, _row"
 
     def close(self) -> None:
         """Take the widget out of the notebook, and give its memory back."""
@@ -152,7 +156,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def _show(self) -> None:
         (total,) = self._one(f"select count(*) from {TABLE}")
         (count,) = self._one(f"select count(*) from {self._brushed}")
-        page = f"select _seq, _row from {self._brushed} limit {_PAGE_ROWS} offset {int(self._first)}"
+        page = f"{self._ids} limit {_PAGE_ROWS} offset {int(self._first)}"
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
         board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
@@ -207,7 +211,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def _copied(self, name: str) -> str:
         """A column as it is copied: with finite bounds, and in numbers that JavaScript has."""
         column, kind = column_in_sql(self._schema, name), self._schema[name]
-        if isinstance(kind, Tensor) and "float" in kind.dtype:
+        if _is_float(kind):
             return f"case when isfinite({column}) then {column} end as {column}"
         if isinstance(kind, Tensor) and kind.dtype in ("int64", "uint64"):
             return f"{column}::double as {column}"
@@ -222,9 +226,12 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
 
     def _spec(self) -> dict[str, Any]:
         columns = [column_in_sql(self._schema, name) for name in self._columns]
-        counts = ", ".join(f"approx_count_distinct({column})" for column in columns)
-        found = self._one(f"select {counts or 'count(*)'} from {TABLE}")
         kinds = [self._schema[name] for name in self._columns]
+        counts = [
+            "'inf'::float" if _is_float(kind) else f"approx_count_distinct({column})"
+            for column, kind in zip(columns, kinds, strict=True)
+        ]
+        found = self._one(f"select {', '.join(['count(*)', *counts])} from {TABLE}")[1:]
         names = [column[1:-1].replace('""', '"') for column in columns]
         brushes = [f"brush{number}" for number in range(len(columns))]
         charts = [*map(_chart, brushes, names, kinds, found)]
@@ -238,11 +245,14 @@ def _is_scalar(kind: FieldType) -> bool:
     return is_one or isinstance(kind, String | Timestamp)
 
 
-def _chart(own: str, name: str, kind: FieldType, different: int) -> dict[str, Any]:
+def _is_float(kind: FieldType) -> bool:
+    return isinstance(kind, Tensor) and "float" in kind.dtype
+
+
+def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, Any]:
     """A chart in mosaic's words: all rows in grey, before them those that the brushes of others leave."""
-    is_whole = isinstance(kind, Tensor) and "float" not in kind.dtype
     axes: dict[str, Any]
-    if isinstance(kind, String) or (is_whole and different <= _MOST_BARS):
+    if isinstance(kind, String) or (isinstance(kind, Tensor) and different <= _MOST_BARS):
         mark, brush, axes = "barX", "toggleY", {"x": {"count": None}, "y": name}
         size = {"height": 50 + 18 * different, "marginLeft": 90, "xTickFormat": "s"}
     else:

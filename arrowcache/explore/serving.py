@@ -45,6 +45,8 @@ class _Wire(DummyComm):
 
     def publish_msg(self, *_: Any, data: Any = None, buffers: Any = None, **__: Any) -> None:
         if data:
+            for script in ("_esm", "_css"):  # which the page has
+                data.get("state", {}).pop(script, None)
             self.sent.append((data, [bytes(buffer) for buffer in buffers or ()]))
 
 

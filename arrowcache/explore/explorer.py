@@ -33,6 +33,7 @@ from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.units import format_count
 
 _PAGE_ROWS = 8
+_RATES = ("sample_rate", "sampling_rate", "rate")  # columns that tell at which rate a signal is heard
 _MOST_BARS = 24  # different values that a column with a bar for each may have
 _MOST_COUNTED = 100_000  # rows in which the different texts are counted, to see whether they are few
 _MOST_CUBES = 64  # tables that mosaic has made for the next moves of a brush
@@ -109,6 +110,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def close(self) -> None:
         """Take the widget out of the notebook, and give its memory back."""
         super().close()
+        self.con.interrupt()
         self.con.close()
 
     # -- what the browser asks for -----------------------------------------------------------------
@@ -123,10 +125,12 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
             self._tell(error=sentence_of(error))
 
     def _do(self, do: str, one: list[int] | None = None, text: str = "", at: int = 0) -> None:
-        """Args:
-        one: a row's id; None: all that are brushed.
-        text: a predicate, a reason, a tag or a column.
-        at: the first row of a page, or a slice.
+        """Do what is asked.
+
+        Args:
+            one: a row's id; None: all that are brushed.
+            text: a predicate, a reason, a tag or a column.
+            at: the first row of a page, or a slice.
         """
         match do:
             case "page":
@@ -139,7 +143,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
                     self._tell(error="")
             case "open":
                 self._row = row = rows(self._cache, row_ids([one]))
-                rates = [int(row.at[0, name]) for name in self._columns if name.endswith("rate")]
+                rates = [row.at[0, name] for name in row if name in _RATES]
                 shown = [large(name, row.at[0, name], kind, *rates[:1]) for name, kind in row.kinds.items()]
                 self.detail = {"id": one, "columns": shown[len(ID_COLUMNS) :]}
             case "slice" if self._row is not None:
@@ -154,8 +158,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         self.board = {**self.board, "looks": self.board.get("looks", 0) + 1, **changed}
 
     def _show(self) -> None:
-        (total,) = self._one(f"select count(*) from {TABLE}")
-        (count,) = self._one(f"select count(*) from {self._brushed}")
+        total, count = self._one(f"select (select count(*) from {TABLE}), count(*) from {self._brushed}")
         page = f"{self._ids} limit {_PAGE_ROWS} offset {int(self._first)}"
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
@@ -184,9 +187,8 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         if gone:
             self.con.execute(f"delete from {TABLE} where _seq in ({', '.join(map(str, gone))})")
         self._seqs = seen
-        cubes = f"select count(*) from duckdb_tables() where schema_name = '{_CUBES}'"
-        (count,) = self._one(cubes)
-        if self._version and not gone and not new and count <= _MOST_CUBES:
+        (cubes,) = self._one(f"select count(*) from duckdb_tables() where schema_name = '{_CUBES}'")
+        if self._version and not gone and not new and cubes <= _MOST_CUBES:
             return False
         self.con.execute(f"drop schema if exists {_CUBES} cascade")  # they count what was there before
         self._version += 1
@@ -197,13 +199,10 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         try:
             if not self._version:
                 self._columns = [name for name in self._columns if self._is_chartable(name)]
-            columns = ", ".join(
-                ["_seq::uinteger as _seq", "_row::uinteger as _row", *map(self._copied, self._columns)]
-            )
-            self.con.execute(
-                f"create table if not exists main.{TABLE} as select {columns} from {_NEW} limit 0"
-            )
-            self.con.execute(f"insert into main.{TABLE} select {columns} from {_NEW}")
+            ids = ("_seq::uinteger as _seq", "_row::uinteger as _row")
+            copied = f"select {', '.join([*ids, *map(self._copied, self._columns)])} from {_NEW}"
+            self.con.execute(f"create table if not exists main.{TABLE} as {copied} limit 0")
+            self.con.execute(f"insert into main.{TABLE} {copied}")
         finally:
             self.con.execute(f"drop view {_NEW}")
             self.con.unregister(FILES)
@@ -227,11 +226,9 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def _spec(self) -> dict[str, Any]:
         columns = [column_in_sql(self._schema, name) for name in self._columns]
         kinds = [self._schema[name] for name in self._columns]
-        counts = [
-            "'inf'::float" if _is_float(kind) else f"approx_count_distinct({column})"
-            for column, kind in zip(columns, kinds, strict=True)
-        ]
-        found = self._one(f"select {', '.join(['count(*)', *counts])} from {TABLE}")[1:]
+        pairs = zip(columns, kinds, strict=True)
+        counts = ["1e9" if _is_float(kind) else f"approx_count_distinct({column})" for column, kind in pairs]
+        found = self._one(f"select {', '.join([*counts, 'count(*)'])} from {TABLE}")
         names = [column[1:-1].replace('""', '"') for column in columns]
         brushes = [f"brush{number}" for number in range(len(columns))]
         charts = [*map(_chart, brushes, names, kinds, found)]
@@ -258,7 +255,7 @@ def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, 
     else:
         mark, brush, axes = "rectY", "intervalX", {"x": {"bin": name, "steps": 40}, "y": {"count": None}}
         size = {"height": 160, "marginLeft": 45, "yTickFormat": "s"}
-    drawn = {"mark": mark, **axes}
+    drawn, common = {"mark": mark, **axes}, {"width": 300, "xLabel": name, "yLabel": None}
     return {
         "plot": [
             {**drawn, "data": {"from": TABLE}, "fill": "#8c8c8c", "fillOpacity": 0.35},
@@ -266,8 +263,6 @@ def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, 
             {"select": brush, "as": f"${own}"},
             *[{"select": "highlight", "by": f"${own}"}] * (mark == "barX"),
         ],
-        "width": 300,
-        "xLabel": name,
-        "yLabel": None,
+        **common,
         **size,
     }

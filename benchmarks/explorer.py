@@ -132,6 +132,7 @@ def brush(browser: Any) -> list[float]:
             deadline = time.monotonic() + 5
             while len(browser.execute_script("return window.moves")) == known and time.monotonic() < deadline:
                 time.sleep(0.005)
+            time.sleep(0.03)  # a chart that is redrawn twice is not taken for the next move's
         ActionChains(browser, 0).release().perform()
     found: list[float] = browser.execute_script("return window.moves")
     return found

@@ -226,7 +226,6 @@ def watch(
 def explore(
     cache: CachePath,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 0,
 ) -> None:
     """Brush charts of a cache in a browser, see the rows behind, tag or exclude them.
 
@@ -238,7 +237,7 @@ def explore(
         write(url)
         sys.stdout.flush()
 
-    serve(ac.Cache.open(cache), say, opens=not no_browser, port=port)
+    serve(ac.Cache.open(cache), say, opens=not no_browser)
 
 
 @app.command(

@@ -123,6 +123,8 @@ function render({ model, el }) {
   }
 
   function brushed() {
+    for (const made of count.querySelectorAll("button")) made.disabled = true; // until their rows are known
+    root.state = "";
     clearTimeout(pause);
     pause = setTimeout(() => page(0), PAUSE_MS);
   }

@@ -41,15 +41,14 @@ _HEADERS = {
 _MOST_ASKED_BYTES = 16 << 20
 
 
-def serve(cache: Cache, say: Callable[[str], None], opens: bool = True, port: int = 0) -> None:
+def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
     """Explore a cache in a browser until Ctrl-C, which ends it at once.
 
     Args:
         say: is told the address.
         opens: open a browser there.
-        port: of 127.0.0.1; 0: any that is free.
     """
-    with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path), port) as server:
+    with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path)) as server:
         say(server.url)
         if opens:
             webbrowser.open(server.url)
@@ -68,12 +67,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True  # a request in progress keeps nobody
     block_on_close = False
 
-    def __init__(self, widget: Explorer, title: str, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Answer)
+    def __init__(self, widget: Explorer, title: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
         self.host = f"127.0.0.1:{self.server_port}"
         self.cookie, token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.url = f"http://{self.host}/?token={token}"
-        self.lock, self._tokens = threading.Lock(), [token]
+        self.lock, self.tokens = threading.Lock(), {token: True}  # a token is taken once
         self._wire = widget.comm = _Wire()
         self.files = {
             "/": ("text/html", _PAGE.format(html.escape(title))),
@@ -81,13 +80,6 @@ class Server(ThreadingHTTPServer):
             "/explorer.js": ("text/javascript", str(widget._esm)),
             "/explorer.css": ("text/css", str(widget._css)),
         }
-
-    def admits(self, token: str) -> bool:
-        """Whether this is the token, which is taken once."""
-        with self.lock:
-            is_it = _are_same(token, "".join(self._tokens)) and bool(self._tokens)
-            self._tokens = [] if is_it else self._tokens
-            return is_it
 
     def answer(self, data: dict[str, Any]) -> bytes:
         """Have the widget take a message; returns what it sent since, as page.js reads it."""
@@ -119,7 +111,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, token = self.path.partition("?token=")
-        if path == "/" and self._is_ours() and self.server.admits(token):
+        if path == "/" and self._is_ours() and self.server.tokens.pop(token, False):
             cookie = f"{self._cookie}={self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"
             self._write(200, *self.server.files["/"], {"Set-Cookie": cookie})
         elif not self._is_known():
@@ -145,7 +137,8 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _is_known(self) -> bool:
         given = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
-        return self._is_ours() and given is not None and _are_same(given.value, self.server.cookie)
+        is_it = given and secrets.compare_digest(given.value.encode(), self.server.cookie.encode())
+        return self._is_ours() and bool(is_it)
 
     @property
     def _cookie(self) -> str:
@@ -162,7 +155,3 @@ class _Answer(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Say nothing: the terminal is for the address."""
-
-
-def _are_same(given: str, secret: str) -> bool:
-    return secrets.compare_digest(given.encode(), secret.encode())

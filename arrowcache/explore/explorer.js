@@ -39,9 +39,11 @@ function render({ model, el }) {
   const table = add(root, "div", "table");
   const code = add(root, "div", "code");
   const detail = add(root, "div", "detail");
-  const page = (at) => model.send({ do: "page", text: model.get("params").brush?.predicate ?? "", at });
+  const predicate = () => model.get("params").brush?.predicate ?? "";
+  const page = (at) => model.send({ do: "page", text: predicate(), at });
   let version = model.get("board").version;
   let isAsked = false; // for new rows; one question at a time
+  let last = predicate();
   let pause = 0;
 
   function button(parent, className, name, act, isOff = false) {
@@ -123,6 +125,8 @@ function render({ model, el }) {
   }
 
   function brushed() {
+    if (predicate() === last) return;
+    last = predicate();
     for (const made of count.querySelectorAll("button")) made.disabled = true; // until their rows are known
     root.state = "";
     clearTimeout(pause);

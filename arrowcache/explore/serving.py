@@ -89,6 +89,11 @@ class Server(ThreadingHTTPServer):
         text = json.dumps([{"data": data, "sizes": [*map(len, parts)]} for data, parts in sent]).encode()
         return b"".join([struct.pack(">I", len(text)), text, *(part for _, parts in sent for part in parts)])
 
+    def server_close(self) -> None:
+        """Answer no more. A thread that waits for its browser keeps nothing of the widget."""
+        super().server_close()
+        self._wire.on_msg(None)
+
 
 class _Wire(DummyComm):
     """What the widget takes for a notebook; it keeps what the widget sends until an answer takes it along."""

@@ -46,7 +46,7 @@ class Page:
 
     def __init__(self, widget):
         self.server = Server(widget, "a <title>")
-        self.server.server_close()
+        self.server.socket.close()
         self.state, self.custom = {}, []
         self.send({"method": "request_state"})
 
@@ -354,9 +354,9 @@ def test_the_command_prints_an_address_and_ends_at_ctrl_c(numbers):
         connection = http.client.HTTPConnection(host, timeout=60)
         connection.request("GET", f"/{path}")
         assert connection.getresponse().status == 200
-        connection.close()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
+        connection.close()  # a browser has it open until then
     assert (process.returncode, errors) == (0, "")
 
 

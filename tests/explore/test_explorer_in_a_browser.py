@@ -13,6 +13,7 @@ pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installe
 
 from helpers import wait_until
 from laboratory import HOW_TO_GET_THEM, missing, start_browser
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
@@ -61,7 +62,7 @@ class Screen:
     def __init__(self, browser, url):
         self.browser = browser
         self.open(url)
-        wait_until(lambda: len(self.all(".charts svg")) == 2 and self.bars("label"), "the charts")
+        wait_until(lambda: self.bars("x") and self.bars("label"), "the charts")
 
     def open(self, url):
         self.browser.get(url)
@@ -85,21 +86,26 @@ class Screen:
         """
         return self.browser.execute_script(script, column, color)
 
-    def chart(self, column):
-        (found,) = (svg for svg in self.all(".charts svg") if column in svg.text.split())
-        return found
-
-    def drag(self, element, start, stop):
+    def drag(self, selector, start, stop):
+        """Press, move once, so that nothing in between is brushed, and let go: from the middle on."""
+        element = self.browser.execute_script("return document.querySelector(arguments[0])", selector)
         chain = ActionChains(self.browser).move_to_element_with_offset(element, start, 0)
-        chain.click_and_hold().move_by_offset((stop - start) // 2, 0)
-        chain.move_by_offset(stop - start - (stop - start) // 2, 0).release().perform()
+        chain.click_and_hold().move_by_offset(stop - start, 0).release().perform()
 
     def has(self, selector, words):
         return lambda: words in self.text(selector)
 
     def click(self, selector):
-        wait_until(lambda: self.all(selector), selector)
-        self.all(selector)[0].click()
+        """Click on the first of these once it is there, and anew where it was drawn anew meanwhile."""
+
+        def is_done():
+            with contextlib.suppress(StaleElementReferenceException):
+                for found in self.all(selector)[:1]:
+                    found.click()
+                    return True
+            return False
+
+        wait_until(is_done, selector)
 
 
 @pytest.fixture
@@ -132,10 +138,10 @@ def test_brush_open_exclude(served, browser, tmp_path):
     try:
         assert screen.text(".count") == "200 of 200 rows"
         assert len(screen.all(".table tbody tr img")) == 16  # an image and a volume each
-        assert not screen.all(".bar .exclude")[0].is_enabled()  # nothing is brushed
+        assert screen.all(".bar .exclude:disabled")  # nothing is brushed
 
         before = screen.bars("label")
-        screen.drag(screen.chart("x"), -60, 40)
+        screen.drag(".charts .plot", -60, 40)
         wait_until(lambda: screen.bars("label") < 0.8 * before, "the other chart's bars to fall")
         wait_until(lambda: not screen.text(".count").startswith("200 "), "the count to fall")
         few = len(ids())
@@ -144,7 +150,7 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert explore.sql(cache, widget.sql)["x"].tolist() == frame["x"].tolist()
         assert screen.text(".code").splitlines() == ["Loader(cache, 64, rows=explorer.ids)", widget.sql]
 
-        screen.chart("label").find_elements(By.CSS_SELECTOR, 'g[fill="#2f7fc1"] rect')[1].click()
+        screen.click('.charts .plot:nth-child(2) g[fill="#2f7fc1"] rect')
         wait_until(lambda: not screen.text(".count").startswith(f"{few} "), "the count to fall")
         fewest = len(ids())
         assert len(set(explore.rows(cache, ids())["label"])) == 1
@@ -165,8 +171,7 @@ def test_brush_open_exclude(served, browser, tmp_path):
 
         slice_of = "return document.querySelector('[data-column=volume] img').src"
         first = browser.execute_script(slice_of)
-        slider = screen.all(".detail input[type=range]")[0]
-        screen.drag(slider, 0, 60)
+        screen.drag(".detail input[type=range]", 0, 60)
         wait_until(lambda: browser.execute_script(slice_of) != first, "another slice")
 
         screen.click(".detail .exclude")

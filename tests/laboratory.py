@@ -224,25 +224,7 @@ class Laboratory:
         return True
 
     def _start_browser(self, scale: float, height: int) -> None:
-        options = webdriver.ChromeOptions()
-        for argument in (
-            "--headless=new",
-            "--no-sandbox",  # root may not have one
-            "--disable-dev-shm-usage",  # containers have little of it
-            "--disable-gpu",
-            f"--force-device-scale-factor={scale}",
-            f"--window-size=1100,{height}",
-            f"--user-data-dir={self._folder / 'chromium'}",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-component-update",
-        ):
-            options.add_argument(argument)
-        options.binary_location = shutil.which("chromium") or ""
-        service = webdriver.ChromeService(shutil.which("chromedriver"), env=_environment(self._folder))
-        self._browser = webdriver.Chrome(options, service)
-        self._browser.set_page_load_timeout(DEADLINE_SECONDS)
-        self._browser.set_script_timeout(DEADLINE_SECONDS)
+        self._browser = start_browser(self._folder, scale, height)
         self._remember_family()
 
     def _ask(self, script: str, *arguments: object) -> Any:
@@ -262,6 +244,30 @@ class Laboratory:
 
     def _said(self) -> str:
         return f"JupyterLab wrote:\n{self._log.read_text(errors='replace')[-4000:]}"
+
+
+def start_browser(folder: Path, scale: float = 1.0, height: int = 1400) -> webdriver.Chrome:
+    """Chromium without a screen, with all that it writes under a folder whose path is short."""
+    options = webdriver.ChromeOptions()
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # root may not have one
+        "--disable-dev-shm-usage",  # containers have little of it
+        "--disable-gpu",
+        f"--force-device-scale-factor={scale}",
+        f"--window-size=1100,{height}",
+        f"--user-data-dir={folder / 'chromium'}",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ):
+        options.add_argument(argument)
+    options.binary_location = shutil.which("chromium") or ""
+    service = webdriver.ChromeService(shutil.which("chromedriver"), env=_environment(folder))
+    browser = webdriver.Chrome(options, service)
+    browser.set_page_load_timeout(DEADLINE_SECONDS)
+    browser.set_script_timeout(DEADLINE_SECONDS)
+    return browser
 
 
 def _theme(theme: str) -> dict[str, Any]:

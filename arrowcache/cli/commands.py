@@ -222,6 +222,24 @@ def watch(
     watch_cache(cache, interval, once=once)
 
 
+@app.command()
+def explore(
+    cache: CachePath,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,
+) -> None:
+    """Brush charts of a cache in a browser, see the rows behind, tag or exclude them.
+
+    Ctrl-C ends it, with exit code 0.
+    """
+    from arrowcache.explore.serving import serve
+
+    def say(url: str) -> None:
+        write(url)
+        sys.stdout.flush()
+
+    serve(ac.Cache.open(cache), say, opens=not no_browser)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )

@@ -12,6 +12,8 @@
     plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values
     board.py, lookout.py    what a live monitor shows, and how it is kept up to date
     widget.py       monitor: live, in a notebook
+    explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
+    serving.py      the explorer in a browser without Jupyter
     terminal.py     watch: live, in a terminal
 
 Looking never disturbs: segments are leased only while they are read, and what a function returns is a copy.
@@ -20,12 +22,14 @@ The names below are imported when they are first used, so that importing this pa
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from arrowcache.explore.compare import drift, duplicates
     from arrowcache.explore.exchange import export_parquet, import_parquet
+    from arrowcache.explore.explorer import open  # noqa: A004  # explore.open, as one says it
     from arrowcache.explore.frames import head, rows, sample, to_pandas, to_polars
     from arrowcache.explore.galleries import gallery
     from arrowcache.explore.history import History
@@ -69,6 +73,7 @@ __all__ = [
     "plot_unread",
     "plot_contribution",
     "plot_values",
+    "open",
     "monitor",
     "watch",
 ]
@@ -82,9 +87,11 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "arrowcache":
             raise
+        way = "pip install 'arrowcache[explore]'"
+        if error.name in ("duckdb", "mosaic_widget") and sys.version_info < (3, 11):
+            way = "it needs Python 3.11 or newer"  # DuckDB 2 does
         raise ImportError(
-            f"arrowcache.explore.{name} needs {error.name}, which is not installed: "
-            "pip install 'arrowcache[explore]'"
+            f"arrowcache.explore.{name} needs {error.name}, which is not installed: {way}"
         ) from error
     globals()[name] = value  # also over the module of that name, which the import has put there
     return value
@@ -128,6 +135,10 @@ def _module_of(name: str) -> ModuleType:
             from arrowcache.explore import history
 
             return history
+        case "open":
+            from arrowcache.explore import explorer
+
+            return explorer
         case "monitor":
             from arrowcache.explore import widget
 

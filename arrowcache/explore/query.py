@@ -28,7 +28,7 @@ from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
 
 TABLE = "cache"
-_FILES = "_cache_files"
+FILES = "_cache_files"
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "enable_external_access": "false",  # no file is read or written, no extension loaded
     "autoinstall_known_extensions": "false",
@@ -97,19 +97,12 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     schema = store.settings.schema
     names = _told_apart(schema)
     _require_numbers(query, schema, names)
-    with Snapshot.take(store) as snapshot:
-        batches = list(snapshot.record_batches())
-        table = _readable(pa.Table.from_batches(batches) if batches else snapshot.table(), schema, names)
-        table = _with_ids(table, snapshot)
-    for name in _named(query, schema):
-        for batch in batches:
-            _announce(batch.column(name))
-    with duckdb.connect(config=_CONFIG) as connection:
-        connection.execute(_MACRO)
-        connection.register(_FILES, table)
-        columns = ", ".join(_column(name, kind) for name, kind in zip(names, schema.values(), strict=True))
-        ids = '"_seq", "_row" + "_age_seconds" as "_row"'  # see _with_ids
-        connection.execute(f'create temp view {TABLE} as select {ids}, {columns} from "{_FILES}"')
+    with connect() as connection:
+        with Snapshot.take(store) as snapshot:
+            batches = create_view(connection, snapshot, schema, list(schema))
+        for name in _named(query, schema):
+            for batch in batches:
+                _announce(batch.column(name))
         view = connection.table(TABLE)
         types = dict(
             zip(view.columns[len(ID_COLUMNS) :], map(str, view.types[len(ID_COLUMNS) :]), strict=True)
@@ -138,6 +131,34 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         if found.get(name) == types[name] and not _is_complex(kind)  # which is pairs here
     }
     return frame
+
+
+def connect() -> duckdb.DuckDBPyConnection:
+    """A database in memory that reaches no file, no network and no variable."""
+    connection = duckdb.connect(config=_CONFIG)
+    connection.execute(_MACRO)
+    return connection
+
+
+def create_view(
+    connection: duckdb.DuckDBPyConnection,
+    snapshot: Snapshot,
+    schema: Schema,
+    columns: Sequence[str],
+    view: str = TABLE,
+) -> list[pa.RecordBatch]:
+    """Make a view of a snapshot's rows: `_seq`, `_row`, and these columns in types that DuckDB knows.
+
+    Returns: what it reads. Its segments stay leased until the connection knows neither the view nor `FILES`.
+    """
+    batches = list(snapshot.record_batches(columns))
+    names = [name for name, own in zip(_told_apart(schema), schema, strict=True) if own in columns]
+    table = pa.Table.from_batches(batches) if batches else snapshot.table(columns)
+    connection.register(FILES, _with_ids(_readable(table, schema, names), snapshot))
+    shown = ["", *(_column(name, schema[own]) for name, own in zip(names, table.column_names, strict=True))]
+    ids = '"_seq", "_row" + "_age_seconds" as "_row"'  # see _with_ids
+    connection.execute(f'create temp view {view} as select {ids}{", ".join(shown)} from "{FILES}"')
+    return batches
 
 
 def _with_ids(table: pa.Table, snapshot: Snapshot) -> pa.Table:

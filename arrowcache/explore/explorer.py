@@ -1,0 +1,268 @@
+"""Explorer: charts of a cache's scalar columns that filter one another, and the rows behind what is brushed.
+
+mosaic-widget draws the charts and sends SQL for what they count. It runs whatever SQL the browser sends, on a
+copy of the scalars with the rows' ids, in a database that reaches no file and whose configuration is locked.
+The browser asks for everything, for new rows each few seconds as well: there is no thread here, and
+nothing is leased but while rows are copied.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import mosaic_widget
+import numpy as np
+import traitlets
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FieldType, String, Tensor, Timestamp
+from arrowcache.cache import Cache
+from arrowcache.errors import ArrowCacheError, sentence_of
+from arrowcache.explore.frames import rows
+from arrowcache.explore.large import large, slice_html
+from arrowcache.explore.query import FILES, TABLE, column_in_sql, connect, create_view
+from arrowcache.explore.shown import Rows
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
+from arrowcache.units import format_count
+
+_PAGE_ROWS = 8
+_RATES = ("sample_rate", "sampling_rate", "rate")  # columns that tell at which rate a signal is heard
+_MOST_BARS = 24  # different values that a column with a bar for each may have
+_MOST_COUNTED = 100_000  # rows in which the different texts are counted, to see whether they are few
+_MOST_CUBES = 64  # tables that mosaic has made for the next moves of a brush
+_CUBES = "mosaic"  # their schema
+_NEW = "_new"
+
+
+def open(cache: Cache | str | os.PathLike[str]) -> Explorer:  # noqa: A001  # explore.open, as one says it
+    """Explore a cache in a notebook: brush charts, look at the rows behind the brushes, tag or exclude them.
+
+    Each column of one number, one moment or few different texts has a chart, and each brush filters the
+    others. A click on a row shows it large. What is published or evicted meanwhile follows within seconds,
+    while the charts are in sight. `ids` and `sql` are what is brushed, for the next cell:
+    `Loader(cache, 64, rows=explorer.ids)`.
+
+    Args:
+        cache: a Cache, or the path of one.
+    Blocks: while the scalars are copied into memory: 8 bytes a row, and what they take. Nothing is leased
+        afterwards.
+    Raises: FileNotFoundError, CacheFormatError: no such cache. CorruptSegmentError: a damaged segment, which
+        was quarantined: call it again.
+    """
+    return Explorer(Cache.open(cache) if isinstance(cache, str | os.PathLike) else cache)
+
+
+class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widget ships no type information
+    """The widget that `open` makes. Its memory is given back by `close()`, or the end of the kernel."""
+
+    _esm = "const mosaic = (() => {{\n{}\n}})();\n{}".format(
+        re.sub(
+            r"export\s*\{\s*(\w+) as default\s*\};?\s*$",
+            r"return { view: \1, coordinator };",
+            str(mosaic_widget.MosaicWidget._esm),
+        ),
+        Path(__file__).with_name("explorer.js").read_text(encoding="utf-8"),
+    )
+    board = traitlets.Dict().tag(sync=True)  # what is shown beside the charts
+    detail = traitlets.Dict().tag(sync=True)  # one row, large
+    slice = traitlets.Dict().tag(sync=True)  # one slice of one of its columns
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._store = cache, store_of(cache)
+        self._schema = self._store.settings.schema
+        self._columns = [name for name, kind in self._schema.items() if _is_scalar(kind)]
+        self._seqs: set[int] = set()  # the segments whose rows are in the copy
+        self._version = 0  # of the copy
+        self._predicate, self._first = "", 0
+        self._row: Rows | None = None  # the one that is shown large
+        connection = connect()
+        connection.execute("set preserve_insertion_order = false; set lock_configuration = true")
+        super().__init__(con=connection, preagg_schema=_CUBES)
+        self._follow()
+        self.spec = self._spec()
+        self._show()
+
+    @property
+    def sql(self) -> str:
+        """What is brushed, as a query that `explore.sql(cache, ...)` takes, too."""
+        return f"select * from {self._brushed}"
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The rows that are brushed, all where none is: (n, 2), `_seq` and `_row` of each."""
+        return row_ids(self.con.execute(self._ids).fetchnumpy())
+
+    @property
+    def _brushed(self) -> str:
+        return f"{TABLE} where {self._predicate}" if self._predicate else TABLE
+
+    @property
+    def _ids(self) -> str:
+        return f"select _seq, _row from {self._brushed} order by _seq, _row"
+
+    def close(self) -> None:
+        """Take the widget out of the notebook, and give its memory back."""
+        super().close()
+        self.con.interrupt()
+        self.con.close()
+
+    # -- what the browser asks for -----------------------------------------------------------------
+
+    def _handle_custom_msg(self, content: dict[str, Any], buffers: list[Any]) -> None:
+        if "do" not in content:
+            super()._handle_custom_msg(content, buffers)
+            return
+        try:
+            self._do(**content)
+        except (ArrowCacheError, OSError, ValueError, IndexError, duckdb.Error) as error:
+            self._tell(error=sentence_of(error))
+
+    def _do(self, do: str, one: list[int] | None = None, text: str = "", at: int = 0) -> None:
+        """Do what is asked.
+
+        Args:
+            one: a row's id; None: all that are brushed.
+            text: a predicate, a reason, a tag or a column.
+            at: the first row of a page, or a slice.
+        """
+        match do:
+            case "page":
+                self._predicate, self._first = text, at
+                self._show()
+            case "refresh":
+                if self._follow():
+                    self._show()
+                else:
+                    self._tell(error="")
+            case "open":
+                self._row = row = rows(self._cache, row_ids([one]))
+                rates = [row.at[0, name] for name in row if name in _RATES]
+                shown = [large(name, row.at[0, name], kind, *rates[:1]) for name, kind in row.kinds.items()]
+                self.detail = {"id": one, "columns": shown[len(ID_COLUMNS) :]}
+            case "slice" if self._row is not None:
+                self.slice = {"column": text, "html": slice_html(self._row.at[0, text], at)}
+            case "exclude" | "tag":
+                ids = self.ids if one is None else row_ids([one])
+                getattr(self._cache, do)(ids, text)
+                says = f"tagged {text!r}" if do == "tag" else "excluded: cache.include(ids) takes it back"
+                self._tell(says=f"{format_count(len(ids), 'row')} {says}")
+
+    def _tell(self, **changed: object) -> None:
+        self.board = {**self.board, "looks": self.board.get("looks", 0) + 1, **changed}
+
+    def _show(self) -> None:
+        total, count = self._one(f"select (select count(*) from {TABLE}), count(*) from {self._brushed}")
+        page = f"{self._ids} limit {_PAGE_ROWS} offset {int(self._first)}"
+        frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
+        board = {"version": self._version, "total": total, "count": count, "first": self._first}
+        board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
+        self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says="", error="")
+
+    def _one(self, query: str) -> tuple[Any, ...]:
+        """The first row of a result, which is fetched wholly: the connection does nothing else before."""
+        row: tuple[Any, ...] = self.con.execute(query).fetchall()[0]
+        return row
+
+    # -- the copy ----------------------------------------------------------------------------------
+
+    def _follow(self) -> bool:
+        """Copy what was published since, drop what was evicted; returns whether the charts are to follow."""
+        seen: set[int] = set()
+
+        def is_new(segment: SegmentInfo) -> bool:
+            seen.add(segment.seq)
+            return segment.seq not in self._seqs
+
+        with Snapshot.take(self._store, where=is_new) as snapshot:
+            if not self._version or len(snapshot):
+                self._copy(snapshot)
+        gone, new = self._seqs - seen, seen - self._seqs
+        if gone:
+            self.con.execute(f"delete from {TABLE} where _seq in ({', '.join(map(str, gone))})")
+        self._seqs = seen
+        (cubes,) = self._one(f"select count(*) from duckdb_tables() where schema_name = '{_CUBES}'")
+        if self._version and not gone and not new and cubes <= _MOST_CUBES:
+            return False
+        self.con.execute(f"drop schema if exists {_CUBES} cascade")  # they count what was there before
+        self._version += 1
+        return True
+
+    def _copy(self, snapshot: Snapshot) -> None:
+        create_view(self.con, snapshot, self._schema, self._columns, _NEW)
+        try:
+            if not self._version:
+                self._columns = [name for name in self._columns if self._is_chartable(name)]
+            ids = ("_seq::uinteger as _seq", "_row::uinteger as _row")
+            copied = f"select {', '.join([*ids, *map(self._copied, self._columns)])} from {_NEW}"
+            self.con.execute(f"create table if not exists main.{TABLE} as {copied} limit 0")
+            self.con.execute(f"insert into main.{TABLE} {copied}")
+        finally:
+            self.con.execute(f"drop view {_NEW}")
+            self.con.unregister(FILES)
+
+    def _copied(self, name: str) -> str:
+        """A column as it is copied: with finite bounds, and in numbers that JavaScript has."""
+        column, kind = column_in_sql(self._schema, name), self._schema[name]
+        if _is_float(kind):
+            return f"case when isfinite({column}) then {column} end as {column}"
+        if isinstance(kind, Tensor) and kind.dtype in ("int64", "uint64"):
+            return f"{column}::double as {column}"
+        return column
+
+    def _is_chartable(self, name: str) -> bool:
+        column = column_in_sql(self._schema, name)
+        if not isinstance(self._schema[name], String):
+            return not column.startswith('"$')  # which mosaic takes for a parameter
+        some = f"(select {column} as x from {_NEW} limit {_MOST_COUNTED})"
+        return bool(self._one(f"select count(distinct x) from {some}")[0] <= _MOST_BARS)
+
+    def _spec(self) -> dict[str, Any]:
+        columns = [column_in_sql(self._schema, name) for name in self._columns]
+        kinds = [self._schema[name] for name in self._columns]
+        pairs = zip(columns, kinds, strict=True)
+        counts = ["1e9" if _is_float(kind) else f"approx_count_distinct({column})" for column, kind in pairs]
+        found = self._one(f"select {', '.join([*counts, 'count(*)'])} from {TABLE}")
+        names = [column[1:-1].replace('""', '"') for column in columns]
+        brushes = [f"brush{number}" for number in range(len(columns))]
+        charts = [*map(_chart, brushes, names, kinds, found)]
+        together = {"select": "crossfilter", "include": [f"${own}" for own in brushes]}
+        params = {**{own: {"select": "intersect"} for own in brushes}, "brush": together}
+        return {"params": params, "hconcat": charts or [{"vspace": 0}]}
+
+
+def _is_scalar(kind: FieldType) -> bool:
+    is_one = isinstance(kind, Tensor) and not kind.shape and not kind.dtype.startswith("complex")
+    return is_one or isinstance(kind, String | Timestamp)
+
+
+def _is_float(kind: FieldType) -> bool:
+    return isinstance(kind, Tensor) and "float" in kind.dtype
+
+
+def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, Any]:
+    """A chart in mosaic's words: all rows in grey, before them those that the brushes of others leave."""
+    axes: dict[str, Any]
+    if isinstance(kind, String) or (isinstance(kind, Tensor) and different <= _MOST_BARS):
+        mark, brush, axes = "barX", "toggleY", {"x": {"count": None}, "y": name}
+        size = {"height": 50 + 18 * different, "marginLeft": 90, "xTickFormat": "s"}
+    else:
+        mark, brush, axes = "rectY", "intervalX", {"x": {"bin": name, "steps": 40}, "y": {"count": None}}
+        size = {"height": 160, "marginLeft": 45, "yTickFormat": "s"}
+    drawn, common = {"mark": mark, **axes}, {"width": 300, "xLabel": name, "yLabel": None}
+    return {
+        "plot": [
+            {**drawn, "data": {"from": TABLE}, "fill": "#8c8c8c", "fillOpacity": 0.35},
+            {**drawn, "data": {"from": TABLE, "filterBy": "$brush"}, "fill": "#2f7fc1"},
+            {"select": brush, "as": f"${own}"},
+            *[{"select": "highlight", "by": f"${own}"}] * (mark == "barX"),
+        ],
+        **common,
+        **size,
+    }

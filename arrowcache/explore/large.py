@@ -1,0 +1,97 @@
+"""Large: one value of a row, as large as one looks at it: images, slices, plots, sound, and text in full."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from typing import Any
+
+import numpy as np
+from IPython import display
+from matplotlib import colormaps
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FieldType, Ragged
+from arrowcache.explore.pictures import picture
+
+_AUDIO: Any = display.Audio  # without types
+_PIXELS = 512
+_CHANNELS = (1, 3, 4)
+_MOST_PLOTTED = 200_000  # numbers of a signal; of a longer one `picture` draws the lowest and highest
+_FEWEST_HEARD = 4000  # numbers of a signal that may be sound
+_RATE = 16_000  # numbers a second, where no column tells
+_HEARD = (1000, 192_000)  # rates of sound
+_MOST_NUMBERS = 10_000  # of a ragged column's row that are shown as text, too
+_LIMITS_OF = 100_000  # numbers of a volume that tell the limits of its colors
+_SOUNDS = {b"RIFF": "audio/wav", b"fLaC": "audio/flac", b"OggS": "audio/ogg", b"ID3": "audio/mpeg"}
+
+
+def large(name: str, value: Any, kind: FieldType | None, rate: float = 0) -> dict[str, Any]:
+    """What is shown of one value, as HTML.
+
+    Args:
+        rate: numbers a second of a signal that may be sound; 0: unknown.
+    Returns: `name`, `html`, and `slices`: how many there are to choose from, 0 where it is no volume.
+    """
+    slices = 0
+    axes = value.ndim if isinstance(value, np.ndarray) and value.size > 1 else 0
+    sound = [kind for magic, kind in _SOUNDS.items() if isinstance(value, bytes) and value.startswith(magic)]
+    if isinstance(value, str):
+        shown = f"<pre>{html.escape(value)}</pre>"
+    elif sound:
+        player = _AUDIO(data=value)
+        player.mimetype = sound[0]
+        shown = player._repr_html_()
+    elif axes == 1 and len(value) <= _MOST_PLOTTED:
+        shown = _signal(value, rate)
+    elif axes > 2 and not _is_image(value.shape):
+        slices = len(_slices(value))
+        shown = slice_html(value, slices // 2)
+    else:
+        shown = picture(value, kind, _PIXELS)._repr_html_()
+    if isinstance(kind, Ragged) and value.size <= _MOST_NUMBERS:
+        shown += f"<pre>{np.array2string(value, threshold=_MOST_NUMBERS)}</pre>"
+    return {"name": name, "html": shown, "slices": slices}
+
+
+def slice_html(value: NDArray[Any], at: int) -> str:
+    """One slice of a volume, in colors that all its slices share; or one image of several."""
+    one = _slices(value)[at]
+    if one.ndim == 2:
+        some = _real(value.reshape(-1)[:: 1 + value.size // _LIMITS_OF])
+        low, high = np.percentile(some[np.isfinite(some)], (1, 99)) if np.isfinite(some).any() else (0, 1)
+        one = colormaps["viridis"](Normalize(low, high)(_real(one)), bytes=True)[..., :3]
+    return picture(one, None, _PIXELS)._repr_html_()
+
+
+def _is_image(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS)
+
+
+def _slices(value: NDArray[Any]) -> NDArray[Any]:
+    """The last two axes of each, or three of images."""
+    return value.reshape(-1, *value.shape[-3 if _is_image(value.shape[-3:]) else -2 :])
+
+
+def _real(value: NDArray[Any]) -> NDArray[np.float64]:
+    return np.abs(value) if value.dtype.kind == "c" else value.astype(np.float64)
+
+
+def _signal(value: NDArray[Any], rate: float) -> str:
+    """A plot, and where it may be sound a player of it."""
+    numbers = _real(value)
+    figure = Figure(figsize=(9, 2.2), layout="tight")
+    figure.add_subplot().plot(numbers, linewidth=0.8)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    shown = f'<img alt="" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
+    if len(value) < _FEWEST_HEARD or not np.isfinite(numbers).all() or not numbers.any():
+        return shown
+    is_known = _HEARD[0] <= rate <= _HEARD[1]
+    player = _AUDIO(data=numbers, rate=int(rate) if is_known else _RATE)._repr_html_()
+    return (
+        f"{shown}<div>{player}{'' if is_known else f' at {_RATE:,} a second: no column tells its rate'}</div>"
+    )

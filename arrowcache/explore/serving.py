@@ -1,0 +1,162 @@
+"""Serving: the explorer in a browser, without Jupyter: a page on this machine alone, for who has its address.
+
+The address has a token that is good for one opening; the page goes on by a cookie. A request that names
+another host or comes from another page is refused, so that no site in the same browser reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import secrets
+import struct
+import threading
+import webbrowser
+from collections.abc import Callable
+from http.cookies import SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comm import DummyComm
+
+from arrowcache import explore
+from arrowcache.cache import Cache
+
+if TYPE_CHECKING:
+    from arrowcache.explore.explorer import Explorer
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>{0}</title>
+<link rel="icon" href="data:,"><link rel="stylesheet" href="/explorer.css">
+<body style="font-family: system-ui, sans-serif; margin: 1em"><b>{0}</b>
+<div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
+"""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'self'; img-src data:; media-src data:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
+_MOST_ASKED_BYTES = 16 << 20
+
+
+def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
+    """Explore a cache in a browser until Ctrl-C, which ends it at once.
+
+    Args:
+        say: is told the address.
+        opens: open a browser there.
+    """
+    with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path)) as server:
+        say(server.url)
+        if opens:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            pass  # as it is meant to end
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one widget, on a port of 127.0.0.1. `url` is to be opened once; `serve_forever` answers.
+
+    Whoever else uses the widget meanwhile holds `lock`.
+    """
+
+    daemon_threads = True  # a request in progress keeps nobody
+    block_on_close = False
+
+    def __init__(self, widget: Explorer, title: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.host = f"127.0.0.1:{self.server_port}"
+        self.cookie, token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self.url = f"http://{self.host}/?token={token}"
+        self.lock, self.tokens = threading.Lock(), {token: True}  # a token is taken once
+        self._wire = widget.comm = _Wire()
+        self.files = {
+            "/": ("text/html", _PAGE.format(html.escape(title))),
+            "/page.js": ("text/javascript", Path(__file__).with_name("page.js").read_text(encoding="utf-8")),
+            "/explorer.js": ("text/javascript", str(widget._esm)),
+            "/explorer.css": ("text/css", str(widget._css)),
+        }
+
+    def answer(self, data: dict[str, Any]) -> bytes:
+        """Have the widget take a message; returns what it sent since, as page.js reads it."""
+        with self.lock:
+            self._wire.handle_msg({"content": {"data": data}, "buffers": []})
+            sent, self._wire.sent = self._wire.sent, []
+        text = json.dumps([{"data": data, "sizes": [*map(len, parts)]} for data, parts in sent]).encode()
+        return b"".join([struct.pack(">I", len(text)), text, *(part for _, parts in sent for part in parts)])
+
+    def server_close(self) -> None:
+        """Answer no more. A thread that waits for its browser keeps nothing of the widget."""
+        super().server_close()
+        self._wire.on_msg(None)
+
+
+class _Wire(DummyComm):
+    """What the widget takes for a notebook; it keeps what the widget sends until an answer takes it along."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
+        super().__init__(target_name="jupyter.widget")
+
+    def publish_msg(self, *_: Any, data: Any = None, buffers: Any = None, **__: Any) -> None:
+        if data:
+            for script in ("_esm", "_css"):  # which the page has
+                data.get("state", {}).pop(script, None)
+            self.sent.append((data, [bytes(buffer) for buffer in buffers or ()]))
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"  # one connection for all
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        path, _, token = self.path.partition("?token=")
+        if path == "/" and self._is_ours() and self.server.tokens.pop(token, False):
+            cookie = f"{self._cookie}={self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"
+            self._write(200, *self.server.files["/"], {"Set-Cookie": cookie})
+        elif not self._is_known():
+            self._write(403, "text/plain", "This address was used already, or is another's: start anew.")
+        elif path in self.server.files:
+            self._write(200, *self.server.files[path])
+        else:
+            self._write(404, "text/plain", "There is no such page.")
+
+    def do_POST(self) -> None:
+        size = int(self.headers.get("Content-Length", 0))
+        if self._is_known() and "Origin" in self.headers and 0 < size <= _MOST_ASKED_BYTES:
+            answer = self.server.answer(json.loads(self.rfile.read(size)))
+            self._write(200, "application/octet-stream", answer)
+        else:
+            self.close_connection = True
+            self._write(403, "text/plain", "This page is another's: start anew.")
+
+    def _is_ours(self) -> bool:
+        """Whether it asks this host, and if a page asks, one of this server's."""
+        own = f"http://{self.server.host}"
+        return self.headers.get("Host") == self.server.host and self.headers.get("Origin", own) == own
+
+    def _is_known(self) -> bool:
+        given = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
+        is_it = given and secrets.compare_digest(given.value.encode(), self.server.cookie.encode())
+        return self._is_ours() and bool(is_it)
+
+    @property
+    def _cookie(self) -> str:
+        return f"arrowcache-{self.server.server_port}"  # cookies of a host are those of all its ports
+
+    def _write(self, status: int, kind: str, body: str | bytes, more: dict[str, str] | None = None) -> None:
+        body = body.encode() if isinstance(body, str) else body
+        self.send_response(status)
+        named = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, value in {**named, **_HEADERS, **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: the terminal is for the address."""

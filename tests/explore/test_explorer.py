@@ -1,0 +1,382 @@
+"""The explorer without a browser: what it answers, follows, shows of a row, and whom its server answers."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import wave
+
+import numpy as np
+import pytest
+from helpers import EVERY_TYPE
+
+pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installed")
+
+import arrowcache as ac
+from arrowcache import explore
+from arrowcache.explore.large import large, slice_html
+from arrowcache.explore.serving import Server
+
+SCHEMA = ac.Schema({"x": ac.Tensor("float32"), "label": ac.Tensor("int64"), "kind": ac.String()})
+
+
+def fill(cache, start, stop):
+    """Rows of SCHEMA: x counts up, labels are 0 to 4, kinds two."""
+    with cache.writer() as writer:
+        for number in range(start, stop):
+            writer.append(x=number, label=number % 5, kind="ab"[number % 2])
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """Four segments of 25 rows."""
+    with ac.Cache.create(tmp_path / "numbers", SCHEMA, "4MiB", "64KiB", 25) as cache:
+        fill(cache, 0, 100)
+        yield cache
+
+
+class Page:
+    """What a browser would be: it sends, and has the state that it is sent."""
+
+    def __init__(self, widget):
+        self.server = Server(widget, "a <title>")
+        self.server.socket.close()
+        self.state, self.custom = {}, []
+        self.send({"method": "request_state"})
+
+    def send(self, data):
+        answer = self.server.answer(data)
+        (size,) = struct.unpack(">I", answer[:4])
+        for message in json.loads(answer[4 : 4 + size]):
+            if message["data"]["method"] == "update":
+                self.state |= message["data"]["state"]
+            elif message["data"]["method"] == "custom":
+                self.custom.append(message["data"]["content"])
+
+    def ask(self, do, **more):
+        self.send({"method": "custom", "content": {"do": do, **more}})
+        return self.state["board"]
+
+
+@pytest.fixture
+def shown(numbers):
+    widget = explore.open(numbers)
+    yield widget
+    widget.close()
+
+
+# what is brushed
+
+
+def test_each_scalar_column_has_a_chart_of_its_kind(shown):
+    marks = {plot["xLabel"]: plot["plot"][0]["mark"] for plot in shown.spec["hconcat"]}
+    assert marks == {"x": "rectY", "label": "barX", "kind": "barX"}
+
+
+def test_text_of_many_values_and_complex_numbers_have_no_chart(tmp_path):
+    schema = ac.Schema({"text": ac.String(), "z": ac.Tensor("complex64"), "$a": ac.Tensor("int8")})
+    with ac.Cache.create(tmp_path / "texts", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            for number in range(100):
+                writer.append(**{"text": str(number), "z": 1j, "$a": 1})
+        widget = explore.open(cache)
+        assert widget.spec["hconcat"] == [{"vspace": 0}]
+        assert len(widget.ids) == 100
+        widget.close()
+
+
+def test_what_is_brushed_is_counted_listed_and_named(numbers, shown):
+    page = Page(shown)
+    assert (page.state["board"]["count"], page.state["board"]["total"]) == (100, 100)
+    assert len(shown.ids) == 100
+    assert shown.sql == "select * from cache"
+    board = page.ask("page", text='("x" between 40 and 59.5) and ("label" in (3))', at=0)
+    assert (board["count"], board["total"], board["is_brushed"]) == (4, 100, True)
+    assert shown.ids.tolist() == board["ids"] == [[1, 18], [1, 23], [2, 3], [2, 8]]
+    assert shown.ids.dtype == np.int64
+    frame = explore.sql(numbers, shown.sql)
+    assert frame["x"].tolist() == explore.rows(numbers, shown.ids)["x"].tolist() == [43, 48, 53, 58]
+    board = page.ask("page", text="", at=96)
+    assert [row for _, row in board["ids"]] == [21, 22, 23, 24]
+    assert numbers.stats().leased_bytes == 0
+
+
+def test_what_is_no_finite_number_leaves_a_chart_its_bounds(tmp_path):
+    schema = ac.Schema({"x": ac.Tensor("float16"), "big": ac.Tensor("uint64")})
+    with ac.Cache.create(tmp_path / "odd", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            for x in (1.0, np.nan, np.inf, -np.inf, 2.0):
+                writer.append(x=np.float16(x), big=2**63)
+        widget = explore.open(cache)
+        bounds = widget.con.execute("select min(x), max(x), count(*), max(big) from cache").fetchall()
+        assert bounds == [(1.0, 2.0, 5, float(2**63))]
+        widget.close()
+
+
+def test_a_predicate_that_fails_is_told(shown):
+    page = Page(shown)
+    assert "nothing" in page.ask("page", text="nothing = 1", at=0)["error"]
+    assert page.ask("page", text="", at=0)["error"] == ""
+
+
+# a cache that changes
+
+
+def test_it_follows_what_is_published_and_evicted(numbers, shown):
+    page = Page(shown)
+    before = page.state["board"]
+    board = page.ask("refresh")
+    assert board["looks"] > before["looks"]  # the browser may ask again
+    assert board["version"] == before["version"]
+    fill(numbers, 100, 150)
+    board = page.ask("refresh")
+    assert (board["total"], board["version"]) == (150, before["version"] + 1)
+    numbers.evict(1)
+    board = page.ask("refresh")
+    assert (board["total"], board["version"]) == (125, before["version"] + 2)
+    assert shown.ids[0].tolist() == [1, 0]
+    assert len(shown.ids) == 125
+    assert numbers.stats().leased_bytes == 0
+
+
+def test_what_mosaic_counted_ahead_goes_with_the_rows_it_counted(numbers, shown):
+    page = Page(shown)
+    ahead = "create schema if not exists mosaic; create table mosaic.cube as select count(*) as n from cache"
+    page.send({"method": "custom", "content": {"type": "exec", "sql": ahead, "uuid": "1"}})
+    assert page.custom == [{"type": "exec", "uuid": "1"}]
+    fill(numbers, 100, 110)
+    page.ask("refresh")
+    page.send({"method": "custom", "content": {"type": "arrow", "sql": "from mosaic.cube", "uuid": "2"}})
+    assert "does not exist" in page.custom[-1]["error"]
+
+
+def test_of_an_empty_cache_it_waits_for_rows(tmp_path):
+    with ac.Cache.create(tmp_path / "empty", SCHEMA, "4MiB", "64KiB") as cache:
+        widget = explore.open(cache)
+        page = Page(widget)
+        assert (page.state["board"]["total"], widget.ids.shape) == (0, (0, 2))
+        fill(cache, 0, 10)
+        assert page.ask("refresh")["total"] == 10
+        widget.close()
+
+
+def test_a_cache_that_vanishes_and_comes_back_is_told(numbers, shown, tmp_path):
+    page = Page(shown)
+    numbers.path.rename(tmp_path / "elsewhere")
+    assert str(numbers.path) in page.ask("refresh")["error"]
+    (tmp_path / "elsewhere").rename(numbers.path)
+    assert page.ask("refresh")["error"] == ""
+
+
+def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
+    page = Page(shown)
+    numbers.evict(1)
+    assert "0:3 has left the cache" in page.ask("open", one=[0, 3])["error"]
+
+
+# acting on rows
+
+
+class Noting:
+    """A cache that notes what is done to its rows."""
+
+    def __init__(self, cache):
+        self.store, self.path, self.done = cache.store, cache.path, []
+
+    def exclude(self, ids, reason=""):
+        self.done.append(("exclude", ids.tolist(), reason))
+
+    def tag(self, ids, tag):
+        self.done.append(("tag", ids.tolist(), tag))
+
+
+def test_exclusion_and_tags_are_the_caches(numbers):
+    noting = Noting(numbers)
+    widget = explore.open(noting)
+    page = Page(widget)
+    page.ask("page", text="x < 2", at=0)
+    assert "2 rows excluded" in page.ask("exclude", text="blurred")["says"]
+    assert "1 row tagged 'hard'" in page.ask("tag", one=[2, 7], text="hard")["says"]
+    assert noting.done == [("exclude", [[0, 0], [0, 1]], "blurred"), ("tag", [[2, 7]], "hard")]
+    widget.close()
+
+
+# whatever the browser sends
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select * from read_text('{file}')",
+        "select * from '{file}'",
+        "attach '{file}' as other",
+        "copy cache to '{file}.csv'",
+        "set enable_external_access = true",
+        "set lock_configuration = false",
+        "install httpfs",
+        "load '{file}'",
+        "select * from schema",
+    ],
+)
+@pytest.mark.parametrize("kind", ["arrow", "exec"])
+def test_its_sql_reaches_no_file_and_no_variable(shown, tmp_path, query, kind):
+    file = tmp_path / "secret.csv"
+    file.write_text("a,b\n1,2\n")
+    page = Page(shown)
+    content = {"type": kind, "sql": query.format(file=file), "uuid": "1"}
+    page.send({"method": "custom", "content": content})
+    (answer,) = page.custom
+    assert set(answer) == {"error", "uuid"}
+    assert [path.name for path in tmp_path.glob("secret*")] == ["secret.csv"]
+
+
+# one row, large
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_row_of_every_type_can_be_opened(varied):
+    widget = explore.open(varied)
+    page = Page(widget)
+    for one in widget.ids.tolist():
+        assert page.ask("open", one=one)["error"] == ""
+        assert [column["name"] for column in page.state["detail"]["columns"]] == list(EVERY_TYPE)
+    widget.close()
+
+
+def test_text_is_shown_in_full_and_never_as_markup():
+    text = "<script>" + "long " * 1000
+    assert f"&lt;script&gt;{'long ' * 1000}" in large("text", text, ac.String())["html"]
+
+
+def test_a_volume_has_slices_in_colors_that_they_share():
+    volume = np.linspace(0, 1, 5 * 8 * 9).reshape(5, 8, 9)
+    shown = large("volume", volume, None)
+    assert shown["slices"] == 5
+    assert shown["html"] == slice_html(volume, 2) != slice_html(volume, 1)
+    doubled = np.concatenate([volume, volume + 1])
+    assert slice_html(doubled, 2) != slice_html(volume, 2)
+    assert large("images", np.zeros((5, 8, 9, 3), np.uint8), None)["slices"] == 5
+    assert large("image", np.zeros((3, 8, 9), np.uint8), None)["slices"] == 0
+
+
+def test_sound_can_be_played():
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(8000)
+        sound.writeframes(bytes(1000))
+    assert "data:audio/wav" in large("sound", file.getvalue(), ac.Binary())["html"]
+    heard = large("signal", np.sin(np.arange(8000)), ac.Tensor("float64", (8000,)))
+    assert "<audio" in heard["html"]
+    assert "16,000 a second" in heard["html"]
+    assert "16,000" not in large("signal", np.sin(np.arange(8000)), None, 8000)["html"]
+    assert "<audio" not in large("short", np.sin(np.arange(80)), None)["html"]
+
+
+def test_a_ragged_row_is_drawn_and_written(varied):
+    shown = large("ragged", np.array([1.5, 2.5]), ac.Ragged("float64"))["html"]
+    assert "<img" in shown
+    assert "[1.5 2.5]" in shown
+
+
+# the server
+
+
+@pytest.fixture
+def served(shown):
+    with Server(shown, "a <title>") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def answer(server, method, path, body=None, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, named)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, response, content
+
+
+def entered(server):
+    status, response, content = answer(server, "GET", server.url.removeprefix(f"http://{server.host}"))
+    assert status == 200
+    assert b"a &lt;title&gt;" in content
+    cookie = response.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    return cookie.partition(";")[0]
+
+
+def test_the_address_opens_once_and_the_page_goes_on_by_a_cookie(served):
+    assert answer(served, "GET", "/")[0] == 403
+    assert answer(served, "GET", "/?token=")[0] == 403
+    assert answer(served, "GET", "/explorer.js")[0] == 403
+    cookie = entered(served)
+    assert answer(served, "GET", served.url.removeprefix(f"http://{served.host}"))[0] == 403
+    for path in ("/", "/page.js", "/explorer.js", "/explorer.css"):
+        assert answer(served, "GET", path, Cookie=cookie)[0] == 200
+    assert answer(served, "GET", "/etc/passwd", Cookie=cookie)[0] == 404
+    assert served.server_address[0] == "127.0.0.1"
+
+
+def test_other_pages_and_other_hosts_are_refused(served):
+    ask = json.dumps({"method": "request_state"})
+    own = f"http://{served.host}"
+    cookie = entered(served)
+    assert b"board" in answer(served, "POST", "/", ask, Cookie=cookie, Origin=own)[2]
+    assert answer(served, "POST", "/", ask, Cookie=cookie)[0] == 403
+    assert answer(served, "POST", "/", ask, Origin=own)[0] == 403
+    for origin in ("null", "http://example.org", f"http://localhost:{served.server_port}"):
+        assert answer(served, "POST", "/", ask, Cookie=cookie, Origin=origin)[0] == 403
+        assert answer(served, "GET", "/", Cookie=cookie, Origin=origin)[0] == 403
+    assert answer(served, "POST", "/", ask, Cookie=cookie, Origin=own, Host="example.org")[0] == 403
+    assert answer(served, "GET", "/", Cookie=cookie, Host=f"example.org:{served.server_port}")[0] == 403
+
+
+@pytest.mark.slow
+def test_the_command_prints_an_address_and_ends_at_ctrl_c(numbers):
+    command = [sys.executable, "-m", "arrowcache", "explore", str(numbers.path), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().strip()
+        host, _, path = url.removeprefix("http://").partition("/")
+        connection = http.client.HTTPConnection(host, timeout=60)
+        connection.request("GET", f"/{path}")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        connection.close()  # a browser has it open until then
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_the_command_refuses_what_is_no_cache(call, tmp_path):
+    code, _, errors = call("explore", tmp_path / "nothing", "--no-browser")
+    assert code == 2
+    assert "nothing" in errors
+
+
+# an older Python
+
+
+def test_a_python_that_is_too_old_is_told(monkeypatch):
+    for name in ("mosaic_widget", "arrowcache.explore.explorer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(explore, "explorer", raising=False)
+    monkeypatch.delattr(explore, "open", raising=False)
+    monkeypatch.setitem(sys.modules, "mosaic_widget", None)
+    with pytest.raises(ImportError, match=r"needs mosaic_widget.*: pip install"):
+        _ = explore.open
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(ImportError, match=r"needs mosaic_widget.*: it needs Python 3.11 or newer"):
+        _ = explore.open

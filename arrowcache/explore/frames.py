@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -21,6 +20,9 @@ from arrowcache.reading.values import ColumnData, Values
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.units import parse_count
+
+if TYPE_CHECKING:
+    import polars as pl
 
 _ID_KINDS = dict.fromkeys(ID_COLUMNS, Tensor("int64"))
 
@@ -100,8 +102,14 @@ def to_polars(
     A tensor column is an Array of the tensor's shape, a ragged one a List; timestamps are Datetime in UTC,
     bfloat16 is Float32, and complex numbers are pairs.
 
-    Args, blocks, raises: as `to_pandas`.
+    Args, blocks, raises: as `to_pandas`; and ImportError: Polars, which no extra brings, is not installed.
     """
+    try:
+        import polars as pl  # 181 MB, for those who have it
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "arrowcache.explore.to_polars needs polars, which is not installed: pip install polars"
+        ) from error
     kinds, values = _oldest(cache, columns, limit)
     frame = pl.from_arrow(pa.table({name: _plain(kind, values[name]) for name, kind in kinds.items()}))
     assert isinstance(frame, pl.DataFrame)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from arrowcache.arrow.convert import as_array
 from arrowcache.arrow.schema import FieldType, Ragged
@@ -40,7 +40,10 @@ from arrowcache.units import format_bytes, parse_count
 _SIZE = 192  # pixels a side, alone; in a cell of a table half of that
 _MOST_TEXT = 60
 _CHANNELS = (1, 3, 4)
-_FILES = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
+_MAGIC = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
+FILES = tuple(_MAGIC.values())  # of images, that are drawn
+#: What Pillow raises for what is no image, damaged, or too large
+NO_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _MOST_PIXELS = 64_000_000  # of an image file
 
 
@@ -119,7 +122,7 @@ def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> 
     if array.dtype.kind == "c":
         array = np.abs(array)
         what += ", magnitude"
-    channels = _channel_axis(array.shape, is_ragged) if array.ndim == 3 else None
+    channels = channel_axis(array.shape, is_ragged) if array.ndim == 3 else None
     lowest, highest = reduction.extent(array)
     bad = array.size - int(np.isfinite(array).sum()) if array.dtype.kind == "f" else 0
     if bad and bad < array.size and not np.isfinite([lowest, highest]).all():
@@ -138,7 +141,7 @@ def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> 
     return (_line, _map, _slices)[array.ndim - 1](array, size), summary
 
 
-def _channel_axis(shape: tuple[int, ...], is_ragged: bool) -> int | None:
+def channel_axis(shape: tuple[int, ...], is_ragged: bool = False) -> int | None:
     """Which axis of three holds the channels of an image; None: it is a volume."""
     first, last = shape[0] in _CHANNELS and not is_ragged, shape[2] in _CHANNELS
     if first and last:
@@ -201,7 +204,7 @@ def _smaller(image: Image.Image, target: tuple[int, int]) -> NDArray[np.uint8]:
 
 def _draw_bytes(data: bytes, size: int) -> tuple[Drawing, str]:
     length = format_bytes(len(data))
-    for magic, name in _FILES.items():
+    for magic, name in _MAGIC.items():
         if data.startswith(magic):
             return _draw_file(data, name, size)
     return Words(f"{length} of bytes"), f"{length} of bytes"
@@ -223,10 +226,7 @@ def _draw_file(data: bytes, name: str, size: int) -> tuple[Drawing, str]:
                 grey = np.asarray(image)[..., None]
                 return Pixels(_image(grey, size)), what
             return Pixels(_smaller(image.convert("RGBA"), target)), what
-    except (
-        OSError, SyntaxError, ValueError, UnidentifiedImageError,
-        Image.DecompressionBombError, Image.DecompressionBombWarning,
-    ):  # fmt: skip
+    except NO_IMAGE:
         return Words(f"{what}: damaged, or too large to be drawn"), what
 
 

@@ -49,7 +49,7 @@ def sample(cache: AnyCache, n: int = 5, seed: int = 0) -> pd.DataFrame:
     with Snapshot.take(store := store_of(cache)) as snapshot:
         rng = np.random.default_rng(seed)
         ids = rng.choice(len(snapshot), size=min(n, len(snapshot)), replace=False)
-        return _frame(*_gathered(snapshot, store.settings.schema, ids.astype(np.int64), None))
+        return frame_of(snapshot, store.settings.schema, ids.astype(np.int64))
 
 
 def rows(
@@ -69,7 +69,7 @@ def rows(
     wanted = row_ids(ids)
     with Snapshot.take(store := store_of(cache)) as snapshot:
         places = snapshot.positions(wanted, missing)
-        return _frame(*_gathered(snapshot, store.settings.schema, places, columns))
+        return frame_of(snapshot, store.settings.schema, places, columns)
 
 
 def to_pandas(
@@ -114,6 +114,13 @@ def to_polars(
     frame = pl.from_arrow(pa.table({name: _plain(kind, values[name]) for name, kind in kinds.items()}))
     assert isinstance(frame, pl.DataFrame)
     return frame
+
+
+def frame_of(
+    snapshot: Snapshot, schema: Schema, places: NDArray[np.int64], columns: Sequence[str] | None = None
+) -> Rows:
+    """Rows of a snapshot by their places, as `to_pandas` gives them."""
+    return _frame(*_gathered(snapshot, schema, places, columns))
 
 
 def _oldest(

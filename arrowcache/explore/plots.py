@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import MaxNLocator
@@ -190,6 +191,22 @@ def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None =
     ax.set_xticks(ticks, [str(seqs[tick]) for tick in ticks])
     ax.set_xlabel("segment")
     ax.figure.colorbar(mesh, ax=ax, label="share of the segment's values")
+    return ax
+
+
+def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """The points of `map_of`, colored by its `by`."""
+    if not isinstance(places, pd.DataFrame) or "explained" not in places.attrs:
+        raise TypeError(f"expected what map_of(cache, column) gives, got {type(places).__name__}")
+    by, shares = places.attrs["by"], (*places.attrs["explained"], 0.0)
+    ax = _axes(ax, f"Rows by their {label(places.attrs['column'])}", "")
+    colors: dict[str, Any] = {}
+    if by is not None:
+        is_number = pd.api.types.is_numeric_dtype(places[by])
+        colors = {"c": by, "colormap": "viridis" if is_number else "tab10"}
+        places = places if is_number else places.astype({by: "category"})
+    pd.DataFrame(places).plot.scatter("x", "y", ax=ax, s=8, alpha=0.7, linewidths=0, **colors)
+    ax.set(xlabel=f"x: {shares[0]:.0%} of the variance", ylabel=f"y: {shares[1]:.0%}")
     return ax
 
 

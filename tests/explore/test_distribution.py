@@ -60,7 +60,6 @@ def assert_counts(histogram: Histogram, finite: np.ndarray, bins: int) -> None:
 @pytest.fixture
 def small_pieces(monkeypatch):
     monkeypatch.setattr(distribution, "_PIECE", 10)
-    monkeypatch.setattr(distribution, "_PAIRS_FROM", 5)
 
 
 @pytest.mark.slow
@@ -83,7 +82,7 @@ def test_it_is_that_of_all_numbers_however_they_come(data, dtype, bins):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_numbers_are_counted_in_pairs(dtype):
+def test_many_numbers_are_counted(dtype):
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(300_001) * 30 + 50).astype(np.float64)
     values = (values if dtype.startswith("float") else np.clip(values, 0, 100)).astype(dtype)

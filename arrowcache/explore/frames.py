@@ -161,23 +161,16 @@ def _series(kind: FieldType, values: ColumnData) -> Any:
     if isinstance(kind, Ragged | Tensor) and kind.dtype == "bfloat16":
         values = _map(bfloat16_values, values)
     if isinstance(values, Values):
-        return _objects([values.data[a:b] for a, b in itertools.pairwise(values.offsets.tolist())])
+        parts = (values.data[a:b] for a, b in itertools.pairwise(values.offsets.tolist()))
+        return np.fromiter(parts, object)
     if isinstance(kind, Tensor):
         assert isinstance(values, np.ndarray)
         if kind.shape:
-            return _objects(list(values))
+            return np.fromiter(values, object)
         return values.astype(np.float32) if values.dtype == np.float16 else values  # pandas has no halves
     if isinstance(values, list) and not values:
         return pd.Series(values, dtype="str" if kind.arrow_type == pa.utf8() else "object")
     return values
-
-
-def _objects(items: list[Any]) -> NDArray[np.object_]:
-    """One object an item: NumPy would make one array of arrays of one shape."""
-    objects = np.empty(len(items), object)
-    for place, item in enumerate(items):
-        objects[place] = item
-    return objects
 
 
 def _plain(kind: FieldType, values: ColumnData) -> pa.Array:

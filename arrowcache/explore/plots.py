@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.numbers import real
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
@@ -51,7 +51,7 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
     if history:
         when = _dates([moment.time for moment in history])
         evicted = np.cumsum([moment.evicted_bytes for moment in history]) / _MIB
-        ax.plot(when, [moment.stored_bytes / _MIB for moment in history], label="published segments")
+        ax.plot(when, [moment.stats.published_bytes / _MIB for moment in history], label="published segments")
         ax.plot(when, evicted, label="evicted since")
     else:
         sizes = np.array([segment.allocated_bytes for segment in survey.segments], float)
@@ -240,13 +240,10 @@ def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> N
 
 def _numbers(values: NDArray[Any], kind: FieldType) -> NDArray[np.float64]:
     """Values as float64; timestamps as seconds since 1970."""
-    flat = values.reshape(-1)
     if isinstance(kind, Timestamp):
-        return flat.astype("datetime64[us]").astype(np.int64) / 1e6
-    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and flat.dtype == np.uint16:
-        flat = bfloat16_values(flat)
+        return values.astype("datetime64[us]").astype(np.int64) / 1e6
     with np.errstate(invalid="ignore"):  # some bits are NaNs that warn
-        return flat.astype(np.float64)
+        return real(values.reshape(-1), kind).astype(np.float64)
 
 
 def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:

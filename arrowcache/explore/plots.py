@@ -269,10 +269,8 @@ def _with_legend(ax: Axes) -> Axes:
 
 def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
     """In the time zone of this machine, as a clock on its wall shows."""
-    zone = dt.datetime.now().astimezone().tzinfo
-    return np.array(
-        [dt.datetime.fromtimestamp(time, zone).replace(tzinfo=None) for time in times], "datetime64[us]"
-    )
+    moments = pd.to_datetime(np.array(times, float), unit="s", utc=True)
+    return np.asarray(moments.tz_convert(dt.datetime.now().astimezone().tzinfo).tz_localize(None))
 
 
 def _require_moments(history: History) -> None:

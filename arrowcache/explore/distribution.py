@@ -50,13 +50,14 @@ class Distribution:
     """Of the real numbers that were added. Not thread-safe.
 
     `count` is of all, `nans` of those that are not a number, `low` and `high` are None of none; integers'
-    are exact.
+    are exact. The first of all that is the lowest is number `low_at`, and the highest `high_at`.
     """
 
     def __init__(self) -> None:
         self.count = self.nans = 0
         self.low: float | int | None = None
         self.high: float | int | None = None
+        self.low_at = self.high_at = 0
         self._infinite = Counter[float]()  # of each sign
         self._finite = 0
         self._mean = self._squares = 0.0  # of the finite ones; squares of differences from the mean
@@ -92,22 +93,20 @@ class Distribution:
 
     def add(self, numbers: NDArray[Any]) -> None:
         """Take in numbers: 1-D, real, of any dtype but bool; datetimes as their integers, NaT as NaN."""
-        if numbers.dtype.kind == "M":
-            absent = np.isnat(numbers)
-            self.count += int(absent.sum())
-            self.nans += int(absent.sum())
-            numbers = numbers[~absent].view(np.int64)
         with np.errstate(all="ignore"):  # NaN, infinity and overflow are data here
             scratch = np.empty((2, min(_PIECE, len(numbers))))  # once: allocating takes as long as computing
             for start in range(0, len(numbers), _PIECE):
                 self._add_piece(numbers[start : start + _PIECE], scratch)
 
     def merge(self, other: Distribution) -> Self:
-        """Take in another distribution, which is not changed."""
+        """Take in another distribution, of numbers that come after; it is not changed."""
+        if other.low is not None and (self.low is None or other.low < self.low):
+            self.low, self.low_at = other.low, self.count + other.low_at
+        if other.high is not None and (self.high is None or other.high > self.high):
+            self.high, self.high_at = other.high, self.count + other.high_at
         self.count += other.count
         self.nans += other.nans
         self._infinite.update(other._infinite)
-        self._extend(other.low, other.high)
         if other._finite:
             self._merge_moments(other._finite, other._mean, other._squares)
             self._reach(*other._ends, other._exponent)
@@ -115,20 +114,28 @@ class Distribution:
                 self._cells[cell >> (self._exponent - other._exponent)] += count
         return self
 
-    def _add_piece(self, numbers: NDArray[Any], scratch: NDArray[np.float64]) -> None:
-        self.count += len(numbers)
-        is_whole = numbers.dtype.kind in "iu"
-        low, high = numbers.min(), numbers.max()  # NaN if there is one
+    def _add_piece(self, piece: NDArray[Any], scratch: NDArray[np.float64]) -> None:
+        numbers, before, is_whole = piece, self.count, piece.dtype.kind in "iuM"
+        self.count += len(piece)
+        low, high = numbers.min(), numbers.max()  # NaN, or NaT, if there is one
+        if low != low:
+            numbers = numbers[numbers == numbers]
+            self.nans += len(piece) - len(numbers)
+            if not len(numbers):
+                return
+            low, high = numbers.min(), numbers.max()
+        if piece.dtype.kind == "M":
+            piece, numbers, low, high = (some.view(np.int64) for some in (piece, numbers, low, high))
+        if self.low is None or low < self.low:
+            self.low, self.low_at = low.item(), before + int((piece == low).argmax())
+        if self.high is None or high > self.high:
+            self.high, self.high_at = high.item(), before + int((piece == high).argmax())
         if not is_whole and not (np.isfinite(low) and np.isfinite(high)):
-            self.nans += int(np.count_nonzero(np.isnan(numbers)))
-            for infinite in numbers[np.isinf(numbers)].tolist():
-                self._infinite[infinite] += 1
-                self._extend(infinite, infinite)
+            self._infinite.update(numbers[np.isinf(numbers)].tolist())
             numbers = numbers[np.isfinite(numbers)]
             if not len(numbers):
                 return
             low, high = numbers.min(), numbers.max()
-        self._extend(low.item(), high.item())
         values, off = scratch[:, : len(numbers)]
         np.copyto(values, numbers)
         mean = float(values.mean())
@@ -143,12 +150,6 @@ class Distribution:
         counts = np.bincount(cells)
         for cell in np.flatnonzero(counts).tolist():
             self._cells[first + cell] += int(counts[cell])
-
-    def _extend(self, low: float | None, high: float | None) -> None:
-        if low is not None and (self.low is None or low < self.low):
-            self.low = low
-        if high is not None and (self.high is None or high > self.high):
-            self.high = high
 
     def _merge_moments(self, count: int, mean: float, squares: float) -> None:
         total = self._finite + count

@@ -8,6 +8,7 @@ changes with brightness, contrast, size or noise. Of an image without any contra
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 import pyarrow as pa
@@ -48,12 +49,12 @@ def hashes_of(column: pa.Array, kind: FieldType) -> tuple[NDArray[np.uint64], ND
     if not isinstance(kind, Tensor):
         found = [_file_hash(value.as_buffer()) for value in column]
         return np.array([hash_ or 0 for hash_ in found], np.uint64), np.array([h is not None for h in found])
-    flat = numbers(column, kind)
-    rows = max(1, _PIECE // kind.elements)
+    flat, size = numbers(column, kind), math.prod(kind.shape)
+    rows = max(1, _PIECE // size)
     parts = []
     with np.errstate(all="ignore"):  # whatever the numbers are
         for start in range(0, len(column), rows):
-            piece = real(flat[start * kind.elements : (start + rows) * kind.elements], kind)
+            piece = real(flat[start * size : (start + rows) * size], kind)
             parts.append(difference_hashes(piece.astype(np.float32).reshape(-1, *kind.shape)))
     return np.concatenate(parts), np.ones(len(column), bool)
 

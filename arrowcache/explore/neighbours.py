@@ -129,7 +129,7 @@ def map_of(
     project = SparseRandomProjection(_KEPT, dense_output=True, random_state=0)
     with Snapshot.take(store) as snapshot:
         for some, values in _chunks(snapshot, column, kind, _drawn(snapshot, max_rows, seed)):
-            if kind.elements > _KEPT:
+            if values.shape[1] > _KEPT:
                 values = project.transform(values) if kept else project.fit_transform(values)
             kept.append(values.astype(np.float32))
             places.append(some)

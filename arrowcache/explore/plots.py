@@ -37,6 +37,7 @@ Source = HasStore | str | os.PathLike[str]
 _MIB = 1 << 20
 _MOST_SEGMENTS = 400  # of plot_values: more are no wider than a pixel
 _MOST_VALUES = 4096  # of each
+_MOST_COLORS = 20  # of plot_map: different values with a color each
 _FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
 
 
@@ -202,7 +203,7 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = _axes(ax, f"Rows by their {label(places.attrs['column'])}", "")
     colors: dict[str, Any] = {}
     if by is not None:
-        is_number = pd.api.types.is_numeric_dtype(places[by])
+        is_number = pd.api.types.is_float_dtype(places[by]) or places[by].nunique() > _MOST_COLORS
         colors = {"c": by, "colormap": "viridis" if is_number else "tab10"}
         places = places if is_number else places.astype({by: "category"})
     pd.DataFrame(places).plot.scatter("x", "y", ax=ax, s=8, alpha=0.7, linewidths=0, **colors)

@@ -64,7 +64,7 @@ def test_a_larger_image_is_averaged_whatever_its_size():
         assert hashes.difference_hashes(np.zeros((2, *shape), np.float32)).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float32", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "float16", "float64", "complex64"])
 @pytest.mark.parametrize("layout", ["hw", "hwc", "chw", "rgba"])
 def test_other_versions_of_an_image_are_found_with_their_ids(tmp_path, dtype, layout):
     first = smooth(5)

@@ -95,6 +95,16 @@ def test_complex_numbers_are_near_by_their_magnitude(cache):
     assert sorted(places(similar(cache, "turn", "0:10", n=4))) == [8, 9, 11, 12]
 
 
+def test_vectors_of_complex_numbers_have_a_map(tmp_path):
+    waves = (np.arange(8)[:, None] * np.exp(1j * np.arange(200))).astype(np.complex64)
+    kind = {"wave": ac.Tensor("complex64", (200,))}
+    with ac.Cache.create(tmp_path / "c", kind, "4MiB", segment_bytes="64KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(wave=waves)
+        frame = map_of(cache, "wave")
+        assert np.abs(np.diff(frame["x"])) == pytest.approx([200**0.5] * 7, rel=1e-4)
+
+
 def test_what_is_found_is_shown_as_pictures_and_names_rows(cache):
     found = similar(cache, "image", "0:4", n=3)
     assert seen(found._repr_html_()).tags.count("img") == 3

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from typing import Self
 
-_PIECE = 1 << 16  # numbers
+_PIECE = 1 << 18  # numbers
 _CELLS = 128
 _DIGITS = 50  # cells are never so narrow that float64 cannot number them
 _BARS = "▁▂▃▄▅▆▇█"

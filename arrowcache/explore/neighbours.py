@@ -152,8 +152,8 @@ def map_of(
 def _vectors(schema: Schema, column: str) -> Tensor:
     schema.select([column])
     kind = schema[column]
-    if not isinstance(kind, Tensor) or not kind.elements:
-        others = [name for name, kind in schema.items() if isinstance(kind, Tensor) and kind.elements]
+    if not isinstance(kind, Tensor):
+        others = [name for name, kind in schema.items() if isinstance(kind, Tensor)]
         raise ValueError(
             f"column {column!r} is {kind!r}: rows are compared by vectors of one length, and those of "
             f"{', '.join(others) or 'no column'} are some"

@@ -3,13 +3,14 @@
     frames.py       head, sample, rows, to_pandas, to_polars: rows as DataFrames, and shown.py: with pictures
     query.py        sql: DuckDB over the mapped files
     summary.py      describe: what each column holds
-    compare.py      duplicates, drift: rows with rows, the oldest with the newest
+    compare.py      duplicates, drift: rows with rows, the oldest with the newest; hashes.py: of images
+    neighbours.py   similar, map_of: rows that are like others
     exchange.py     export_parquet, import_parquet
     walk.py, traceback.py, numbers.py, distribution.py, plain.py    what these have in common
     pictures.py     picture: a value, drawn small; drawing.py and reduction.py are how
     galleries.py    gallery: many of them, by the values of another column
     observation.py  observe: what one sees of a cache from outside; history.py: of many such looks
-    plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values
+    plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps
     board.py, lookout.py    what a live monitor shows, and how it is kept up to date
     widget.py       monitor: live, in a notebook
     explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
     from arrowcache.explore.frames import head, rows, sample, to_pandas, to_polars
     from arrowcache.explore.galleries import gallery
     from arrowcache.explore.history import History
+    from arrowcache.explore.neighbours import map_of, similar
     from arrowcache.explore.observation import Observation, observe
     from arrowcache.explore.pictures import picture
     from arrowcache.explore.plots import (
         plot_ages,
         plot_contribution,
         plot_growth,
+        plot_map,
         plot_reuse,
         plot_throughput,
         plot_unread,
@@ -50,33 +53,22 @@ if TYPE_CHECKING:
     from arrowcache.explore.widget import monitor
 
 __all__ = [
-    "head",
-    "sample",
-    "rows",
-    "to_pandas",
-    "to_polars",
+    "head", "sample", "rows", "to_pandas", "to_polars",
     "sql",
     "describe",
-    "duplicates",
-    "drift",
-    "export_parquet",
-    "import_parquet",
+    "duplicates", "drift",
+    "similar", "map_of",
+    "export_parquet", "import_parquet",
     "picture",
     "gallery",
-    "Observation",
-    "observe",
+    "Observation", "observe",
     "History",
-    "plot_growth",
-    "plot_throughput",
-    "plot_ages",
-    "plot_reuse",
-    "plot_unread",
-    "plot_contribution",
-    "plot_values",
+    "plot_growth", "plot_throughput", "plot_ages", "plot_reuse", "plot_unread", "plot_contribution",
+    "plot_values", "plot_map",
     "open",
     "monitor",
     "watch",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
@@ -115,6 +107,10 @@ def _module_of(name: str) -> ModuleType:
             from arrowcache.explore import compare
 
             return compare
+        case "similar" | "map_of":
+            from arrowcache.explore import neighbours
+
+            return neighbours
         case "export_parquet" | "import_parquet":
             from arrowcache.explore import exchange
 

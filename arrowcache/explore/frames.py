@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -21,6 +20,9 @@ from arrowcache.reading.values import ColumnData, Values
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.units import parse_count
+
+if TYPE_CHECKING:
+    import polars as pl
 
 _ID_KINDS = dict.fromkeys(ID_COLUMNS, Tensor("int64"))
 
@@ -47,7 +49,7 @@ def sample(cache: AnyCache, n: int = 5, seed: int = 0) -> pd.DataFrame:
     with Snapshot.take(store := store_of(cache)) as snapshot:
         rng = np.random.default_rng(seed)
         ids = rng.choice(len(snapshot), size=min(n, len(snapshot)), replace=False)
-        return _frame(*_gathered(snapshot, store.settings.schema, ids.astype(np.int64), None))
+        return frame_of(snapshot, store.settings.schema, ids.astype(np.int64))
 
 
 def rows(
@@ -67,7 +69,7 @@ def rows(
     wanted = row_ids(ids)
     with Snapshot.take(store := store_of(cache)) as snapshot:
         places = snapshot.positions(wanted, missing)
-        return _frame(*_gathered(snapshot, store.settings.schema, places, columns))
+        return frame_of(snapshot, store.settings.schema, places, columns)
 
 
 def to_pandas(
@@ -100,12 +102,25 @@ def to_polars(
     A tensor column is an Array of the tensor's shape, a ragged one a List; timestamps are Datetime in UTC,
     bfloat16 is Float32, and complex numbers are pairs.
 
-    Args, blocks, raises: as `to_pandas`.
+    Args, blocks, raises: as `to_pandas`; and ImportError: Polars, which no extra brings, is not installed.
     """
+    try:
+        import polars as pl  # 181 MB, for those who have it
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "arrowcache.explore.to_polars needs polars, which is not installed: pip install polars"
+        ) from error
     kinds, values = _oldest(cache, columns, limit)
     frame = pl.from_arrow(pa.table({name: _plain(kind, values[name]) for name, kind in kinds.items()}))
     assert isinstance(frame, pl.DataFrame)
     return frame
+
+
+def frame_of(
+    snapshot: Snapshot, schema: Schema, places: NDArray[np.int64], columns: Sequence[str] | None = None
+) -> Rows:
+    """Rows of a snapshot by their places, as `to_pandas` gives them."""
+    return _frame(*_gathered(snapshot, schema, places, columns))
 
 
 def _oldest(
@@ -146,23 +161,16 @@ def _series(kind: FieldType, values: ColumnData) -> Any:
     if isinstance(kind, Ragged | Tensor) and kind.dtype == "bfloat16":
         values = _map(bfloat16_values, values)
     if isinstance(values, Values):
-        return _objects([values.data[a:b] for a, b in itertools.pairwise(values.offsets.tolist())])
+        parts = (values.data[a:b] for a, b in itertools.pairwise(values.offsets.tolist()))
+        return np.fromiter(parts, object)
     if isinstance(kind, Tensor):
         assert isinstance(values, np.ndarray)
         if kind.shape:
-            return _objects(list(values))
+            return np.fromiter(values, object)
         return values.astype(np.float32) if values.dtype == np.float16 else values  # pandas has no halves
     if isinstance(values, list) and not values:
         return pd.Series(values, dtype="str" if kind.arrow_type == pa.utf8() else "object")
     return values
-
-
-def _objects(items: list[Any]) -> NDArray[np.object_]:
-    """One object an item: NumPy would make one array of arrays of one shape."""
-    objects = np.empty(len(items), object)
-    for place, item in enumerate(items):
-        objects[place] = item
-    return objects
 
 
 def _plain(kind: FieldType, values: ColumnData) -> pa.Array:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from arrowcache import display
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.display import printable, shorten
-from arrowcache.explore.drawing import Line, Words, label
+from arrowcache.explore.drawing import Words, label
 from arrowcache.explore.pictures import Picture, picture
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MOST_PICTURES = 1000
 _MOST_VALUES = 1000  # different ones that a column to group by may have
 _COLUMNS = 8  # of a figure
-_TILE_INCHES, _MARGIN_INCHES, _CAPTION_INCHES, _NAME_INCHES = 1.2, 0.05, 0.14, 0.3
+_TILE_INCHES, _NAME_INCHES = 1.4, 0.3
 _MOST_NAME = 40  # characters of a value
 
 
@@ -108,20 +108,16 @@ class Gallery:
         from matplotlib.figure import Figure  # 0.3 s that a notebook does not need
 
         columns = min(_COLUMNS, max(1, *(len(group.tiles) for group in self.groups)))
-        lines = [-(-len(group.tiles) // columns) for group in self.groups]
-        width = columns * _TILE_INCHES
-        height = sum(lines) * (_TILE_INCHES + _CAPTION_INCHES) + len(lines) * _NAME_INCHES
-        figure = Figure(figsize=(width, height))
-        top = height
-        for group in self.groups:
-            top -= _NAME_INCHES
-            figure.text(0.05 / width, (top + 0.08) / height, label(self._name(group)), fontsize=9)
+        lines = [max(1, -(-len(group.tiles) // columns)) for group in self.groups]
+        figure = Figure(
+            figsize=(columns * _TILE_INCHES, sum(lines) * _TILE_INCHES + len(lines) * _NAME_INCHES)
+        )
+        parts = figure.subfigures(len(lines), height_ratios=[n + 0.2 for n in lines], squeeze=False)[:, 0]
+        for part, count, group in zip(parts, lines, self.groups, strict=True):
+            part.suptitle(label(self._name(group)), x=0.01, ha="left", fontsize=9)
+            part.subplots_adjust(left=0.01, right=0.99, bottom=0.02, wspace=0.05)
             for at, tile in enumerate(group.tiles):
-                if at % columns == 0:
-                    top -= _TILE_INCHES + _CAPTION_INCHES
-                left, side = at % columns * _TILE_INCHES + _MARGIN_INCHES, _TILE_INCHES - 2 * _MARGIN_INCHES
-                box = (left / width, (top + _MARGIN_INCHES) / height, side / width, side / height)
-                _draw(figure.add_axes(box), tile)
+                _draw(part.add_subplot(count, columns, at + 1), tile)
         return figure
 
 
@@ -251,16 +247,9 @@ def _draw(axes: Axes, tile: Tile) -> None:
     drawing: Any = tile.picture.drawing
     if isinstance(drawing, Words):
         axes.text(0.5, 0.5, label(shorten(drawing.text, 24)), ha="center", va="center", fontsize=7)
-    elif isinstance(drawing, Line):
-        for outline in drawing.outlines(1000, 300):
-            if len(outline) > 1 and (outline[0] == outline[-1]).all():
-                axes.fill(*outline.T, color=display.BLUE, linewidth=0.5)
-            else:
-                axes.plot(
-                    *outline.T, color=display.BLUE, linewidth=0.8, marker="." if len(outline) == 1 else ""
-                )
-        axes.set(xlim=(0, 1000), ylim=(300, 0))
     else:
-        axes.imshow(drawing.rgba(), interpolation="nearest" if drawing.is_map else "antialiased")
+        axes.imshow(
+            drawing.image.convert("RGBA"), interpolation="nearest" if drawing.is_map else "antialiased"
+        )
     axes.axis("off")
     axes.set_title(tile.caption, fontsize=6, pad=2)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from arrowcache.explore.observation import HeldLease, Observation, SeenLoader
 from arrowcache.reading.stats import STAGES, bottleneck_of
+from arrowcache.storage.overview import CacheStats
 
 _MOST_MOMENTS = 3600
 
@@ -43,14 +44,8 @@ class Moment:
 
     time: float
     seconds: float
-    capacity_bytes: int
-    allocated_bytes: int
-    stored_bytes: int
-    leased_bytes: int
-    segments: int
-    rows: int
+    stats: CacheStats
     leases: int
-    waiting_writers: int
     published_segments: int
     published_bytes: float
     evicted_segments: int
@@ -66,15 +61,6 @@ class Moment:
     @property
     def evicted_bytes_per_second(self) -> float:
         return self.evicted_bytes / self.seconds if self.seconds else 0.0
-
-    @property
-    def published_segments_per_second(self) -> float:
-        return self.published_segments / self.seconds if self.seconds else 0.0
-
-    @property
-    def growth_bytes_per_second(self) -> float:
-        """What the cache's segments take more, or less, a second."""
-        return self.published_bytes_per_second - self.evicted_bytes_per_second
 
     @property
     def delivered_bytes_per_second(self) -> float:
@@ -164,18 +150,11 @@ class History:
                 self.reuse_of_evicted[0] += passed
             for segment in gone:
                 leases.pop(segment.seq, None)
-        stats = now.stats
         return Moment(
             time=now.time,
             seconds=0.0 if before is None else now.clock - before.clock,
-            capacity_bytes=stats.capacity_bytes,
-            allocated_bytes=stats.allocated_bytes,
-            stored_bytes=stats.published_bytes,
-            leased_bytes=stats.leased_bytes,
-            segments=stats.segments,
-            rows=stats.rows,
+            stats=now.stats,
             leases=len(now.leases),
-            waiting_writers=stats.waiting_writers,
             published_segments=published_segments,
             published_bytes=published_bytes,
             evicted_segments=evicted_segments,

@@ -23,24 +23,29 @@ from __future__ import annotations
 
 import datetime as dt
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from arrowcache.arrow.convert import as_array
 from arrowcache.arrow.schema import FieldType, Ragged
 from arrowcache.display import printable, shorten
 from arrowcache.explore import reduction
-from arrowcache.explore.drawing import Drawing, Line, Pixels, Words, to_html, to_png
+from arrowcache.explore.drawing import Drawing, Pixels, Words, colored, line, side_by_side, to_html
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.units import format_bytes, parse_count
 
 _SIZE = 192  # pixels a side, alone; in a cell of a table half of that
 _MOST_TEXT = 60
 _CHANNELS = (1, 3, 4)
-_FILES = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
+_MAGIC = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
+FILES = tuple(_MAGIC.values())  # of images, that are drawn
+#: What Pillow raises for what is no image, damaged, or too large
+NO_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _MOST_PIXELS = 64_000_000  # of an image file
 
 
@@ -61,8 +66,8 @@ class Picture:
     def _repr_html_(self) -> str:
         return to_html(self.drawing, self.summary, self.size)
 
-    def _repr_png_(self) -> bytes:
-        return to_png(self.drawing, self.size)
+    def _repr_png_(self) -> bytes | None:
+        return self.drawing.to_png(self.size) if isinstance(self.drawing, Pixels) else None
 
 
 def picture(value: object, kind: FieldType | None = None, size: int = _SIZE) -> Picture:
@@ -119,7 +124,7 @@ def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> 
     if array.dtype.kind == "c":
         array = np.abs(array)
         what += ", magnitude"
-    channels = _channel_axis(array.shape, is_ragged) if array.ndim == 3 else None
+    channels = channel_axis(array.shape, is_ragged) if array.ndim == 3 else None
     lowest, highest = reduction.extent(array)
     bad = array.size - int(np.isfinite(array).sum()) if array.dtype.kind == "f" else 0
     if bad and bad < array.size and not np.isfinite([lowest, highest]).all():
@@ -135,10 +140,18 @@ def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> 
         return Words(text + nans), f"{what}, {text}{nans}"
     if channels is not None:
         return Pixels(_image(np.moveaxis(array, channels, 2), size)), summary
-    return (_line, _map, _slices)[array.ndim - 1](array, size), summary
+    unit = partial(reduction.scaled, low=lowest, high=highest)
+    if array.ndim == 1:
+        return line(*reduction.envelope(unit(array), size), size), summary
+    if array.ndim == 2:
+        return Pixels(colored(*reduction.contrasted([_plane(array, size, unit)])), is_map=True), summary
+    tile = 2 * size // 3
+    planes = [_plane(array.take(n // 2, axis), tile, unit) for axis, n in enumerate(array.shape)]
+    slices = [colored(plane) for plane in reduction.contrasted(planes)]
+    return Pixels(side_by_side(slices, tile), is_map=True, lengths=2), summary
 
 
-def _channel_axis(shape: tuple[int, ...], is_ragged: bool) -> int | None:
+def channel_axis(shape: tuple[int, ...], is_ragged: bool = False) -> int | None:
     """Which axis of three holds the channels of an image; None: it is a volume."""
     first, last = shape[0] in _CHANNELS and not is_ragged, shape[2] in _CHANNELS
     if first and last:
@@ -146,62 +159,35 @@ def _channel_axis(shape: tuple[int, ...], is_ragged: bool) -> int | None:
     return 0 if first else 2 if last else None
 
 
-def _line(signal: NDArray[Any], size: int) -> Line:
-    low, high = reduction.envelope(signal.view(np.uint8) if signal.dtype == bool else signal, size)
-    lowest, highest = reduction.extent(low)[0], reduction.extent(high)[1]
-    return Line(reduction.scaled(low, lowest, highest), reduction.scaled(high, lowest, highest))
-
-
-def _map(array: NDArray[Any], size: int) -> Pixels:
-    plane = _plane(array, size)
-    return Pixels(reduction.colored(plane, *_limits([plane])), is_map=True)
-
-
-def _slices(volume: NDArray[Any], size: int) -> Pixels:
-    tile = 2 * size // 3
-    planes = [_plane(volume.take(n // 2, axis), tile) for axis, n in enumerate(volume.shape)]
-    limits = _limits(planes)
-    maps = [reduction.colored(plane, *limits) for plane in planes]
-    return Pixels(reduction.side_by_side(maps, tile), is_map=True, lengths=2)
-
-
-def _plane(array: NDArray[Any], size: int) -> NDArray[np.float64]:
+def _plane(
+    array: NDArray[Any], size: int, unit: Callable[[NDArray[Any]], NDArray[np.float64]]
+) -> NDArray[np.float64]:
     target = reduction.fitted(array.shape, size)
-    return reduction.reduced(reduction.finite(reduction.thinned(array, target)), target)
+    return reduction.reduced(unit(reduction.thinned(array, target)), target)
 
 
-def _limits(planes: list[NDArray[np.float64]]) -> tuple[float, float]:
-    numbers = np.concatenate([plane.reshape(-1) for plane in planes])
-    return reduction.limits(numbers) if np.isfinite(numbers).any() else (0.0, 1.0)
-
-
-def _image(array: NDArray[Any], size: int) -> NDArray[np.uint8]:
-    """(h, w, c) as uint8 of at most `size` pixels a side, (h, w) if c is 1."""
+def _image(array: NDArray[Any], size: int) -> Image.Image:
+    """(h, w, c) as an image of at most `size` pixels a side."""
     target = reduction.fitted(array.shape[:2], size)
     array = reduction.thinned(array, target)
     if array.dtype != np.uint8:
-        values = reduction.finite(array)
-        color = values[..., :3]
-        low, high = 0.0, 1.0
-        lowest, highest = reduction.extent(color)
+        color, alpha = array[..., :3], np.clip(array[..., 3:].astype(np.float64), 0, 1)
+        lowest, highest = reduction.extent(color[np.isfinite(color)])
         if array.dtype.kind != "f" or not 0 <= lowest <= highest <= 1:
-            low, high = _limits([color])
-        values = np.concatenate([reduction.scaled(color, low, high), np.clip(values[..., 3:], 0, 1)], axis=2)
+            (color,) = reduction.contrasted([reduction.scaled(color, lowest, highest)])
+        values = np.concatenate([color, alpha], axis=2)
         array = np.where(np.isfinite(values), (255 * values).round(), 0).astype(np.uint8)
     grey_or_color = array[..., 0] if array.shape[2] == 1 else array
     return _smaller(Image.fromarray(np.ascontiguousarray(grey_or_color)), target)
 
 
-def _smaller(image: Image.Image, target: tuple[int, int]) -> NDArray[np.uint8]:
-    rows, columns = target
-    if (image.height, image.width) == target:
-        return np.asarray(image)
-    return np.asarray(image.resize((columns, rows), Image.Resampling.BOX))
+def _smaller(image: Image.Image, target: tuple[int, int]) -> Image.Image:
+    return image.resize(target[::-1], Image.Resampling.BOX) if image.size != target[::-1] else image.copy()
 
 
 def _draw_bytes(data: bytes, size: int) -> tuple[Drawing, str]:
     length = format_bytes(len(data))
-    for magic, name in _FILES.items():
+    for magic, name in _MAGIC.items():
         if data.startswith(magic):
             return _draw_file(data, name, size)
     return Words(f"{length} of bytes"), f"{length} of bytes"
@@ -223,10 +209,7 @@ def _draw_file(data: bytes, name: str, size: int) -> tuple[Drawing, str]:
                 grey = np.asarray(image)[..., None]
                 return Pixels(_image(grey, size)), what
             return Pixels(_smaller(image.convert("RGBA"), target)), what
-    except (
-        OSError, SyntaxError, ValueError, UnidentifiedImageError,
-        Image.DecompressionBombError, Image.DecompressionBombWarning,
-    ):  # fmt: skip
+    except NO_IMAGE:
         return Words(f"{what}: damaged, or too large to be drawn"), what
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import MaxNLocator
@@ -22,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.numbers import real
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
@@ -36,6 +37,7 @@ Source = HasStore | str | os.PathLike[str]
 _MIB = 1 << 20
 _MOST_SEGMENTS = 400  # of plot_values: more are no wider than a pixel
 _MOST_VALUES = 4096  # of each
+_MOST_COLORS = 20  # of plot_map: different values with a color each
 _FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
 
 
@@ -50,7 +52,7 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
     if history:
         when = _dates([moment.time for moment in history])
         evicted = np.cumsum([moment.evicted_bytes for moment in history]) / _MIB
-        ax.plot(when, [moment.stored_bytes / _MIB for moment in history], label="published segments")
+        ax.plot(when, [moment.stats.published_bytes / _MIB for moment in history], label="published segments")
         ax.plot(when, evicted, label="evicted since")
     else:
         sizes = np.array([segment.allocated_bytes for segment in survey.segments], float)
@@ -193,6 +195,22 @@ def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None =
     return ax
 
 
+def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """The points of `map_of`, colored by its `by`."""
+    if not isinstance(places, pd.DataFrame) or "explained" not in places.attrs:
+        raise TypeError(f"expected what map_of(cache, column) gives, got {type(places).__name__}")
+    by, shares = places.attrs["by"], (*places.attrs["explained"], 0.0)
+    ax = _axes(ax, f"Rows by their {label(places.attrs['column'])}", "")
+    colors: dict[str, Any] = {}
+    if by is not None:
+        is_number = pd.api.types.is_float_dtype(places[by]) or places[by].nunique() > _MOST_COLORS
+        colors = {"c": by, "colormap": "viridis" if is_number else "tab10"}
+        places = places if is_number else places.astype({by: "category"})
+    pd.DataFrame(places).plot.scatter("x", "y", ax=ax, s=8, alpha=0.7, linewidths=0, **colors)
+    ax.set(xlabel=f"x: {shares[0]:.0%} of the variance", ylabel=f"y: {shares[1]:.0%}")
+    return ax
+
+
 def _require_numbers(store: Store, name: str, kind: FieldType) -> None:
     def has_numbers(kind: FieldType) -> bool:
         if isinstance(kind, Timestamp):
@@ -223,13 +241,10 @@ def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> N
 
 def _numbers(values: NDArray[Any], kind: FieldType) -> NDArray[np.float64]:
     """Values as float64; timestamps as seconds since 1970."""
-    flat = values.reshape(-1)
     if isinstance(kind, Timestamp):
-        return flat.astype("datetime64[us]").astype(np.int64) / 1e6
-    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16" and flat.dtype == np.uint16:
-        flat = bfloat16_values(flat)
+        return values.astype("datetime64[us]").astype(np.int64) / 1e6
     with np.errstate(invalid="ignore"):  # some bits are NaNs that warn
-        return flat.astype(np.float64)
+        return real(values.reshape(-1), kind).astype(np.float64)
 
 
 def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:
@@ -255,10 +270,8 @@ def _with_legend(ax: Axes) -> Axes:
 
 def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
     """In the time zone of this machine, as a clock on its wall shows."""
-    zone = dt.datetime.now().astimezone().tzinfo
-    return np.array(
-        [dt.datetime.fromtimestamp(time, zone).replace(tzinfo=None) for time in times], "datetime64[us]"
-    )
+    moments = pd.to_datetime(np.array(times, float), unit="s", utc=True)
+    return np.asarray(moments.tz_convert(dt.datetime.now().astimezone().tzinfo).tz_localize(None))
 
 
 def _require_moments(history: History) -> None:

@@ -116,29 +116,12 @@ def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
     return found
 
 
-def _row_of(value: float, column: pa.Array, kind: FieldType) -> int:
-    """The first row of a segment with this number, which its distribution has counted.
-
-    Magnitudes of complex numbers may be rounded otherwise than when they were counted: the nearest is it.
-    """
-    values = numbers(column, kind)
-    least, at = np.inf, 0
-    for start in range(0, len(values), _CONVERTED):
-        some = real(values[start : start + _CONVERTED], kind)
-        some = some.view(np.int64) if some.dtype.kind == "M" else some
-        equal = some == value
-        if equal.any():
-            at = start + int(equal.argmax())
-            break
-        if is_copied(kind):
-            with np.errstate(invalid="ignore"):
-                distance = np.nan_to_num(np.abs(some - value), nan=np.inf)
-            if distance.min() < least:
-                least, at = float(distance.min()), start + int(distance.argmin())
+def _row_of(at: int, count: int, column: pa.Array, kind: FieldType) -> int:
+    """The row of a segment that has number `at` of all its `count` numbers."""
     if isinstance(kind, Ragged):
         ends = np.cumsum(lengths(column, kind))
-        return int(ends.searchsorted(at * int(ends[-1]) // len(values), side="right"))
-    return at * len(column) // len(values)
+        return int(ends.searchsorted(at * int(ends[-1]) // count, side="right"))
+    return at * len(column) // count
 
 
 class _Summary:
@@ -156,14 +139,13 @@ class _Summary:
         self._distinct: set[Any] | None = set() if is_countable else None
 
     def add(self, column: pa.Array, pool: ThreadPoolExecutor, seq: int) -> None:
-        before = self._values.low, self._values.high
-        self._values.merge(distribution_of(column, self._kind, pool))
+        before, found = self._values, distribution_of(column, self._kind, pool)
         if not isinstance(self._kind, String | Binary):
-            low, high = self._values.low, self._values.high
-            if low is not None and low != before[0]:
-                self._low_id = RowId(seq, _row_of(low, column, self._kind))
-            if high is not None and high != before[1]:
-                self._high_id = RowId(seq, _row_of(high, column, self._kind))
+            if found.low is not None and (before.low is None or found.low < before.low):
+                self._low_id = RowId(seq, _row_of(found.low_at, found.count, column, self._kind))
+            if found.high is not None and (before.high is None or found.high > before.high):
+                self._high_id = RowId(seq, _row_of(found.high_at, found.count, column, self._kind))
+        self._values.merge(found)
         if self._lengths is not None:
             assert isinstance(self._kind, Ragged)
             self._lengths.add(lengths(column, self._kind))

@@ -36,7 +36,7 @@ FRAMEWORKS = {
     "tensorflow": ("tensorflow",),
     "jax": ("jax",),
     "ray": ("ray",),
-    "sklearn": ("demo",),
+    "sklearn": ("demo", "explore"),
     "pandas": ("explore",),
 }
 PUBLIC = [

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import make_cache, publish
 
 import arrowcache
 from arrowcache import explore
@@ -52,9 +53,29 @@ def test_a_missing_extra_says_what_to_install():
     )
 
 
+@pytest.mark.slow
+def test_without_polars_all_but_to_polars_works(tmp_path):
+    pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
+    with make_cache(tmp_path / "cache") as cache:
+        publish(cache, segments=1)
+    said = run(
+        "import sys\n"
+        "sys.modules['polars'] = None\n"
+        "from arrowcache import explore\n"
+        f"print(len(explore.to_pandas({str(tmp_path / 'cache')!r})))\n"
+        "try:\n"
+        f"    explore.to_polars({str(tmp_path / 'cache')!r})\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert said == (
+        "16\narrowcache.explore.to_polars needs polars, which is not installed: pip install polars\n"
+    )
+
+
 @pytest.mark.parametrize("name", explore.__all__)
 def test_every_name_is_there_and_documented(name):
-    for extra in ("pandas", "polars", "duckdb"):
+    for extra in ("pandas", "duckdb", "sklearn"):
         pytest.importorskip(extra, reason="the extra 'explore' is not installed")
     assert getattr(explore, name).__doc__
     assert getattr(explore, name) is getattr(explore, name)

@@ -14,7 +14,7 @@ from arrowcache import explore
 from arrowcache.explore.numbers import bfloat16_values
 
 pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
-pl = pytest.importorskip("polars", reason="the extra 'explore' is not installed")
+pl = pytest.importorskip("polars", reason="polars is not installed")
 head, sample, to_pandas, to_polars = explore.head, explore.sample, explore.to_pandas, explore.to_polars
 
 

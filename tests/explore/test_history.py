@@ -44,14 +44,12 @@ def seen(clock: float, first: int, last: int, next_seq: int | None = None, **par
 def test_rates_are_of_what_came_and_went_between_two_observations():
     history = History()
     first = history.add(seen(10.0, 0, 9))
-    assert (first.seconds, first.published_bytes_per_second, first.growth_bytes_per_second) == (0, 0, 0)
+    assert (first.seconds, first.published_bytes_per_second, first.evicted_bytes_per_second) == (0, 0, 0)
     moment = history.add(seen(12.0, 4, 15))
     assert (moment.seconds, moment.published_segments, moment.evicted_segments) == (2.0, 6, 4)
-    assert moment.published_segments_per_second == 3
     assert moment.published_bytes_per_second == 3 * KIB
     assert moment.evicted_bytes_per_second == 2 * KIB
-    assert moment.growth_bytes_per_second == KIB
-    assert (moment.stored_bytes, moment.capacity_bytes) == (12 * KIB, 100 * KIB)
+    assert (moment.stats.published_bytes, moment.stats.capacity_bytes) == (12 * KIB, 100 * KIB)
     assert list(history) == [first, moment]
 
 

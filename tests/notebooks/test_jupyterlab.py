@@ -102,7 +102,7 @@ def test_in_jupyterlab_the_monitor_moves_and_the_gallery_shows_pictures(tmp_path
         boards = laboratory.browser.execute_script("return window.seen")
         galaxies = pictures(laboratory, "gallery-code")
         plots = [found for cell in PLOTS for found in pictures(laboratory, cell)]
-        lines = laboratory.output("spectra-code", ".jp-RenderedHTMLCommon svg path")
+        lines = laboratory.output("spectra-code", ".jp-RenderedHTMLCommon img")
         assert [line.size["width"] > 32 for line in lines] == 6 * [True]
         at_work = laboratory.processes()
 

@@ -19,7 +19,6 @@ if __name__ == "__main__":
                 writer.extend(x=np.arange(640), image=np.zeros((640, 8, 8), np.float32))
             assert len(explore.head(cache, 5)) == 5
             assert explore.to_pandas(cache, columns=["x"])["x"].sum() == sum(range(640))
-            assert explore.to_polars(cache, columns=["x"])["x"].sum() == sum(range(640))
             assert explore.sql(cache, "select count(*) as n from cache")["n"].tolist() == [640]
             assert explore.gallery(cache, "image") is not None
             assert explore.plot_ages(cache) is not None

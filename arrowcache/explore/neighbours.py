@@ -1,0 +1,184 @@
+"""Neighbours: rows that are like others by the values of a column, and a map on which such rows are close.
+
+Memory is bounded: values are copied some MB at a time, and of a map's rows at most 256 numbers each are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from sklearn.decomposition import PCA
+from sklearn.neighbors import NearestNeighbors
+from sklearn.random_projection import SparseRandomProjection
+from threadpoolctl import threadpool_limits
+
+from arrowcache.arrow.schema import Schema, String, Tensor
+from arrowcache.explore.frames import frame_of
+from arrowcache.explore.numbers import real
+from arrowcache.explore.walk import AnyCache
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import ID_COLUMNS, RowId, row_ids
+from arrowcache.units import parse_count
+
+METRICS = ("euclidean", "cosine")
+_MOST_ASKED = 1000
+_CHUNK_BYTES = 16 << 20
+_CHUNK_ROWS = 16384
+_KEPT = 256  # numbers of a row of a map
+
+
+def similar(
+    cache: AnyCache,
+    column: str,
+    ids: object,
+    n: int = 10,
+    *,
+    metric: str = "euclidean",
+    max_rows: int | None = 100_000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """The rows that are nearest to these by their values in a column, such as an embedding, or the pixels.
+
+    A row's tensor is taken as one flat vector; all elements weigh the same. Complex numbers are taken by
+    their magnitude. Found by scikit-learn's NearestNeighbors, exactly. Rows with a value that is not finite
+    are near to none.
+
+    Args:
+        column: of tensors, or of one number a row.
+        ids: the rows to begin from, at most 1,000, as of `rows`.
+        n: how many rows for each of them; fewer where there are no more.
+        metric: "euclidean", or "cosine", for which only the direction of a vector counts.
+        max_rows: search at most so many rows, drawn at random; None: all.
+        seed: of the draw.
+    Returns: for each of `ids`, in their order, the nearest rows, nearest first, itself left out: `_seq` and
+        `_row`, `query`, which is the id begun from as text, `distance`, float64, and the column, which a
+        notebook shows as pictures.
+    Blocks: while the values are read; until then every segment is leased.
+    Raises: ValueError: a column without vectors, an unknown metric, a row to begin from that is not finite.
+        MissingSegmentsError: one has left the cache. Else as `to_pandas`.
+    """
+    wanted, n = row_ids(ids), parse_count(n, "n")
+    if metric not in METRICS:
+        raise ValueError(f"metric={metric!r} must be one of {', '.join(METRICS)}")
+    if len(wanted) > _MOST_ASKED:
+        raise ValueError(f"ids name {len(wanted):,} rows: begin from at most {_MOST_ASKED:,}")
+    store = store_of(cache)
+    schema = store.settings.schema
+    kind = _vectors(schema, column)
+    with Snapshot.take(store) as snapshot, threadpool_limits(1):  # more wait for each other where others work
+        asked = snapshot.positions(wanted)
+        vectors = [values for _, values in _chunks(snapshot, column, kind, asked, finite=False)]
+        queries = np.concatenate(vectors) if vectors else np.empty((0, kind.elements))
+        if len(bad := np.flatnonzero(~np.isfinite(queries).all(axis=1))):
+            raise ValueError(f"row {RowId(*wanted[bad[0]].tolist())} has a {column!r} that is not finite")
+        near: NDArray[np.int64] = np.zeros((len(asked), 0), np.int64)
+        distance: NDArray[np.float64] = np.zeros((len(asked), 0))
+        searched = _drawn(snapshot, max_rows, seed) if len(asked) else asked
+        for places, values in _chunks(snapshot, column, kind, searched):
+            search = NearestNeighbors(n_neighbors=min(n + 1, len(places)), algorithm="brute", metric=metric)
+            found, at = search.fit(values).kneighbors(queries)
+            found[places[at] == asked[:, None]] = np.inf  # itself
+            near, distance = np.hstack([near, places[at]]), np.hstack([distance, found])
+            order = np.argsort(distance, axis=1, kind="stable")[:, :n]
+            near = np.take_along_axis(near, order, axis=1)
+            distance = np.take_along_axis(distance, order, axis=1)
+        query, rank = np.nonzero(np.isfinite(distance))
+        frame = frame_of(snapshot, schema, near[query, rank], [*ID_COLUMNS, column])
+    names = [str(RowId(*pair)) for pair in wanted.tolist()]
+    frame.insert(2, "query", pd.Series([names[at] for at in query], dtype="str"))
+    frame.insert(3, "distance", distance[query, rank])
+    return frame
+
+
+def map_of(
+    cache: AnyCache, column: str, by: str | None = None, *, max_rows: int = 10_000, seed: int = 0
+) -> pd.DataFrame:
+    """Rows as points of a plane on which rows of like values are close; `plot_map` draws it.
+
+    The plane is that of the two principal components of the column's values, by scikit-learn's PCA; of more
+    than 256 elements, of 256 sparse random projections, which keep distances to within some 10 % (Li, Hastie
+    and Church, "Very Sparse Random Projections", KDD 2006). Rows with a value that is not finite are left
+    out.
+
+    Args:
+        column: of tensors, such as images or embeddings.
+        by: another column to go with it, of one value a row, such as the label: colors of `plot_map`.
+        max_rows: at most so many rows, drawn at random. A row takes 1 KiB of memory.
+        seed: of the draw.
+    Returns: a row each, oldest first: `_seq` and `_row`, `x` and `y`, float64, and `by`. `attrs` has the
+        names and, as `explained`, the shares of the variance along x and y. Points that are chosen of it are
+        ids, as in `gallery(cache, column, rows=frame[frame.x > 3])`.
+    Blocks: while the values are read; until then every segment is leased.
+    Raises: ValueError: a column without vectors, fewer than three rows. Else as `to_pandas`.
+    """
+    store = store_of(cache)
+    schema = store.settings.schema
+    kind = _vectors(schema, column)
+    if by is not None:
+        schema.select([by])
+        if not isinstance(color := schema[by], String) and getattr(color, "shape", None) != ():
+            raise ValueError(
+                f"by={by!r} is {schema[by]!r}, not one number or text a row, which a color stands for"
+            )
+    kept: list[NDArray[np.float32]] = []
+    places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    project = SparseRandomProjection(_KEPT, dense_output=True, random_state=0)
+    with Snapshot.take(store) as snapshot:
+        for some, values in _chunks(snapshot, column, kind, _drawn(snapshot, max_rows, seed)):
+            if values.shape[1] > _KEPT:
+                values = project.transform(values) if kept else project.fit_transform(values)
+            kept.append(values.astype(np.float32))
+            places.append(some)
+        frame = frame_of(snapshot, schema, np.concatenate(places), [*ID_COLUMNS, *([by] if by else [])])
+    if len(frame) < 3:
+        raise ValueError(
+            f"{len(frame)} rows of {store.folder.path} have finite values: a map is of three or more"
+        )
+    vectors = np.concatenate(kept)
+    pca = PCA(min(2, vectors.shape[1]), random_state=0)
+    points = np.zeros((len(frame), 2))
+    with threadpool_limits(1):
+        points[:, : pca.n_components] = pca.fit_transform(vectors)
+    frame.insert(2, "x", points[:, 0])
+    frame.insert(3, "y", points[:, 1])
+    frame.attrs |= {"column": column, "by": by, "explained": pca.explained_variance_ratio_.tolist()}
+    return frame
+
+
+def _vectors(schema: Schema, column: str) -> Tensor:
+    schema.select([column])
+    kind = schema[column]
+    if not isinstance(kind, Tensor):
+        others = [name for name, kind in schema.items() if isinstance(kind, Tensor)]
+        raise ValueError(
+            f"column {column!r} is {kind!r}: rows are compared by vectors of one length, and those of "
+            f"{', '.join(others) or 'no column'} are some"
+        )
+    return kind
+
+
+def _drawn(snapshot: Snapshot, max_rows: int | None, seed: int) -> NDArray[np.int64]:
+    """Places of rows, ascending."""
+    rows = len(snapshot) if max_rows is None else min(len(snapshot), parse_count(max_rows, "max_rows"))
+    rng = np.random.default_rng(parse_count(seed, "seed", least=0, most=None))
+    return np.sort(rng.choice(len(snapshot), rows, replace=False)).astype(np.int64)
+
+
+def _chunks(
+    snapshot: Snapshot, column: str, kind: Tensor, places: NDArray[np.int64], finite: bool = True
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    """Rows some at a time: their places, and their values, (n, elements); the finite ones, unless all."""
+    rows = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // (8 * kind.elements)))
+    for start in range(0, len(places), rows):
+        some = places[start : start + rows]
+        values = real(np.asarray(snapshot.gather(some, [column])[column]).reshape(len(some), -1), kind)
+        values = values.astype(np.float64)  # of which scikit-learn is faster than of float32
+        is_finite = np.isfinite(values).all(axis=1)
+        if not finite:
+            yield some, values
+        elif is_finite.any():
+            yield some[is_finite], values[is_finite]

@@ -11,7 +11,8 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
+from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
+from arrowcache.explore.noted import Noted
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
@@ -19,12 +20,14 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import ColumnData, Values
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
+from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
     import polars as pl
 
 _ID_KINDS = dict.fromkeys(ID_COLUMNS, Tensor("int64"))
+_Kinds = Mapping[str, FieldType | None]  # None: lists of texts
 
 
 def head(cache: AnyCache, n: int = 5) -> pd.DataFrame:
@@ -49,7 +52,7 @@ def sample(cache: AnyCache, n: int = 5, seed: int = 0) -> pd.DataFrame:
     with Snapshot.take(store := store_of(cache)) as snapshot:
         rng = np.random.default_rng(seed)
         ids = rng.choice(len(snapshot), size=min(n, len(snapshot)), replace=False)
-        return frame_of(snapshot, store.settings.schema, ids.astype(np.int64))
+        return frame_of(snapshot, store, ids.astype(np.int64))
 
 
 def rows(
@@ -69,7 +72,7 @@ def rows(
     wanted = row_ids(ids)
     with Snapshot.take(store := store_of(cache)) as snapshot:
         places = snapshot.positions(wanted, missing)
-        return frame_of(snapshot, store.settings.schema, places, columns)
+        return frame_of(snapshot, store, places, columns)
 
 
 def to_pandas(
@@ -78,7 +81,9 @@ def to_pandas(
     """Rows as a pandas DataFrame, oldest first: one row a sample, copied into memory.
 
     Its first columns, `_seq` and `_row`, are each row's id: the number of its segment, and its place therein.
-    `rows`, `gallery` and all that takes ids take the frame, or any part of it that has both.
+    `rows`, `gallery` and all that takes ids take the frame, or any part of it that has both. Its last columns
+    are what was noted of the rows, if anything was: `_excluded`, `_tags` (lists of texts), and annotations by
+    their names, NaN where none is.
 
     Numbers, bool and text have pandas' own dtypes, timestamps datetime64[us, UTC]. A tensor is an object:
     an ndarray of its shape; one of a ragged column has as many entries as it has. bfloat16, and
@@ -117,45 +122,50 @@ def to_polars(
 
 
 def frame_of(
-    snapshot: Snapshot, schema: Schema, places: NDArray[np.int64], columns: Sequence[str] | None = None
+    snapshot: Snapshot, store: Store, places: NDArray[np.int64], columns: Sequence[str] | None = None
 ) -> Rows:
     """Rows of a snapshot by their places, as `to_pandas` gives them."""
-    return _frame(*_gathered(snapshot, schema, places, columns))
+    return _frame(*_gathered(snapshot, store, places, columns))
 
 
 def _oldest(
     cache: AnyCache, columns: Sequence[str] | None, limit: int | None
-) -> tuple[dict[str, FieldType], Mapping[str, ColumnData]]:
+) -> tuple[_Kinds, Mapping[str, ColumnData]]:
     limit = None if limit is None else parse_count(limit, "limit", least=0)
     with Snapshot.take(store := store_of(cache)) as snapshot:
         ids = np.arange(len(snapshot) if limit is None else min(limit, len(snapshot)))
-        return _gathered(snapshot, store.settings.schema, ids, columns)
+        return _gathered(snapshot, store, ids, columns)
 
 
 def _gathered(
-    snapshot: Snapshot, schema: Schema, ids: NDArray[np.int64], columns: Sequence[str] | None
-) -> tuple[dict[str, FieldType], Mapping[str, ColumnData]]:
-    """The chosen columns, `_seq` and `_row` among them: their types, and their values of some rows."""
-    chosen = (*ID_COLUMNS, *schema) if columns is None else columns
+    snapshot: Snapshot, store: Store, ids: NDArray[np.int64], columns: Sequence[str] | None
+) -> tuple[_Kinds, Mapping[str, ColumnData]]:
+    """The chosen columns, `_seq`, `_row` and notes among them: their types, and their values of some rows."""
+    schema, noted = store.settings.schema, Noted(store, snapshot)
+    chosen = (*ID_COLUMNS, *schema, *noted.names) if columns is None else columns
     if not isinstance(chosen, str) and hasattr(chosen, "__iter__"):
         chosen = tuple(chosen)
-        names = schema.select([name for name in chosen if name not in ID_COLUMNS], least=not chosen)
+        others = {*ID_COLUMNS, *noted.kinds}
+        names = schema.select([name for name in chosen if name not in others], least=not chosen)
     else:
         names = schema.select(chosen)  # raises
-    kinds = _ID_KINDS | dict(schema)
+    kinds = _ID_KINDS | noted.kinds | dict(schema)
     values = {**snapshot.locate(ids), **snapshot.gather(ids, names)}
+    values |= {name: noted.column(name)[ids] for name in noted.kinds if name in chosen}
     return {name: kinds[name] for name in chosen}, values
 
 
-def _frame(kinds: Mapping[str, FieldType], values: Mapping[str, ColumnData]) -> Rows:
+def _frame(kinds: _Kinds, values: Mapping[str, ColumnData]) -> Rows:
     series = {name: _series(kind, values[name]) for name, kind in kinds.items()}
     frame = Rows(series, index=pd.RangeIndex(len(values[ID_COLUMNS[0]])), columns=list(kinds), copy=False)
-    frame.kinds = dict(kinds)
+    frame.kinds = {name: kind for name, kind in kinds.items() if kind is not None}
     return frame
 
 
-def _series(kind: FieldType, values: ColumnData) -> Any:
+def _series(kind: FieldType | None, values: ColumnData) -> Any:
     """What pandas makes one column of."""
+    if kind is None:
+        return values
     if isinstance(kind, Timestamp):
         return pd.Series(values).dt.tz_localize("UTC")
     if isinstance(kind, Ragged | Tensor) and kind.dtype == "bfloat16":
@@ -173,8 +183,10 @@ def _series(kind: FieldType, values: ColumnData) -> Any:
     return values
 
 
-def _plain(kind: FieldType, values: ColumnData) -> pa.Array:
+def _plain(kind: FieldType | None, values: ColumnData) -> pa.Array:
     """A gathered column as Arrow array of plain types: nested lists, no extension."""
+    if kind is None:
+        return pa.array(values, pa.list_(pa.utf8()))
     if isinstance(kind, Timestamp):
         return pa.array(values, pa.timestamp("us", "UTC"))
     if not isinstance(kind, Ragged | Tensor):

@@ -87,7 +87,7 @@ def similar(
             near = np.take_along_axis(near, order, axis=1)
             distance = np.take_along_axis(distance, order, axis=1)
         query, rank = np.nonzero(np.isfinite(distance))
-        frame = frame_of(snapshot, schema, near[query, rank], [*ID_COLUMNS, column])
+        frame = frame_of(snapshot, store, near[query, rank], [*ID_COLUMNS, column])
     names = [str(RowId(*pair)) for pair in wanted.tolist()]
     frame.insert(2, "query", pd.Series([names[at] for at in query], dtype="str"))
     frame.insert(3, "distance", distance[query, rank])
@@ -133,7 +133,7 @@ def map_of(
                 values = project.transform(values) if kept else project.fit_transform(values)
             kept.append(values.astype(np.float32))
             places.append(some)
-        frame = frame_of(snapshot, schema, np.concatenate(places), [*ID_COLUMNS, *([by] if by else [])])
+        frame = frame_of(snapshot, store, np.concatenate(places), [*ID_COLUMNS, *([by] if by else [])])
     if len(frame) < 3:
         raise ValueError(
             f"{len(frame)} rows of {store.folder.path} have finite values: a map is of three or more"

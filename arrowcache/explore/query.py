@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,8 +17,10 @@ import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor
+from arrowcache.explore.noted import Noted
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.traceback import keeps_nothing
 from arrowcache.explore.walk import AnyCache, buffers_of
@@ -70,6 +72,9 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has both, the
     second is "Label_1". The query sees no file, no variable and no network.
 
+    What was noted of rows are columns, too: `_excluded`, `_tags` (a list: `list_contains(_tags, 'hard')`),
+    and annotations by their names, NULL where none is: `select * from cache order by loss desc limit 50`.
+
     Each row also has its id, `_seq` and `_row`, as in `to_pandas`: `select *` begins with them, and
     `rows`, `gallery` and all that takes ids take a result that has both. Not named, they cost nothing.
 
@@ -99,7 +104,13 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     _require_numbers(query, schema, names)
     with connect() as connection:
         with Snapshot.take(store) as snapshot:
-            batches = create_view(connection, snapshot, schema, list(schema))
+            noted, words = Noted(store, snapshot), _words(query)
+            is_all = _names_all(words)
+            shown = [
+                name for name in noted.kinds if (is_all and name in noted.names) or name.lower() in words
+            ]
+            notes = {name: _noted(noted.column(name)) for name in shown}
+            batches = create_view(connection, snapshot, schema, list(schema), notes=notes)
         for name in _named(query, schema):
             for batch in batches:
                 _announce(batch.column(name))
@@ -121,7 +132,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             found = dict(zip(result.columns, map(str, result.types), strict=True))
             frame = Rows(result.df())
         except duckdb.Error as error:
-            raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names])) from None
+            raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
     for name, shape in nested.items():
         if list(frame.columns).count(name) == 1:
             frame[name] = pd.Series([_stacked(value, shape) for value in frame[name]], dtype=object)
@@ -146,6 +157,7 @@ def create_view(
     schema: Schema,
     columns: Sequence[str],
     view: str = TABLE,
+    notes: Mapping[str, pa.Array] | None = None,
 ) -> list[pa.RecordBatch]:
     """Make a view of a snapshot's rows: `_seq`, `_row`, and these columns in types that DuckDB knows.
 
@@ -154,8 +166,13 @@ def create_view(
     batches = list(snapshot.record_batches(columns))
     names = [name for name, own in zip(_told_apart(schema), schema, strict=True) if own in columns]
     table = pa.Table.from_batches(batches) if batches else snapshot.table(columns)
-    connection.register(FILES, _with_ids(_readable(table, schema, names), snapshot))
-    shown = ["", *(_column(name, schema[own]) for name, own in zip(names, table.column_names, strict=True))]
+    table, own_names = _readable(table, schema, names), table.column_names
+    noted = _told_apart({**dict.fromkeys(_told_apart(schema)), **(notes or {})})[len(schema) :]
+    for name, column in zip(noted, (notes or {}).values(), strict=True):
+        table = table.append_column(name, column)
+    connection.register(FILES, _with_ids(table, snapshot))
+    shown = ["", *(_column(name, schema[own]) for name, own in zip(names, own_names, strict=True))]
+    shown += map(_quoted, noted)
     ids = '"_seq", "_row" + "_age_seconds" as "_row"'  # see _with_ids
     connection.execute(f'create temp view {view} as select {ids}{", ".join(shown)} from "{FILES}"')
     return batches
@@ -242,10 +259,20 @@ def _is_complex(kind: FieldType | None) -> bool:
 
 def _named(query: str, schema: Schema) -> list[str]:
     """The columns that a query seems to name. Of the others it would read page by page, and be right."""
-    words = re.sub(r"count\s*\(\s*\*\s*\)", "", query.lower())
-    if "*" in words or "columns" in words or words.lstrip().startswith("from"):
-        return list(schema)
-    return [name for name in schema if name.lower() in words]
+    words = _words(query)
+    return list(schema) if _names_all(words) else [name for name in schema if name.lower() in words]
+
+
+def _words(query: str) -> str:
+    return re.sub(r"count\s*\(\s*\*\s*\)", "", query.lower())
+
+
+def _names_all(words: str) -> bool:
+    return "*" in words or "columns" in words or words.lstrip().startswith("from")
+
+
+def _noted(values: NDArray[Any]) -> pa.Array:
+    return pa.array(values, pa.list_(pa.utf8()) if values.dtype == object else None, from_pandas=True)
 
 
 def _announce(column: pa.Array) -> None:
@@ -254,7 +281,7 @@ def _announce(column: pa.Array) -> None:
         (will_need if buffer.size < _SMALL_BYTES else will_read_on)(buffer.address, buffer.size)
 
 
-def _told_apart(schema: Schema) -> list[str]:
+def _told_apart(schema: Iterable[str]) -> list[str]:
     """The columns' names in SQL, where "a" is "A": the second of such is A_1, or the next that is free.
 
     The names that ids have come first.

@@ -1,0 +1,49 @@
+"""Noted: the notes on a snapshot's rows as columns: `_excluded`, `_tags`, and each annotation by its name.
+
+Whoever looks sees every row, with its notes. A column is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arrowcache.arrow.schema import FieldType, Tensor
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.annotations import Annotations
+from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.notes import MARKS
+from arrowcache.storage.store import Store
+
+EXCLUDED, TAGS = "_excluded", "_tags"
+_KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), TAGS: None}
+
+
+class Noted:
+    """The notes on the rows of one snapshot, those of this process' annotations included."""
+
+    def __init__(self, store: Store, snapshot: Snapshot) -> None:
+        annotations = Annotations.of(store)
+        annotations.flush()
+        self._notes = annotations.notes
+        self._rows = Rows.of_counts(snapshot.seqs, snapshot.segment_rows)
+        kinds = _KINDS | dict.fromkeys(self._notes.names(), Tensor("float64"))
+        #: Type of each column that can be asked for, where no column of the cache has its name. None: lists.
+        self.kinds = {name: kind for name, kind in kinds.items() if name not in store.settings.schema}
+        #: Those that say something.
+        self.names = [name for name in self.kinds if name not in _KINDS or self._notes.version(MARKS)]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column of all rows: (rows,) bool, lists of texts as objects, or float64, NaN where none is."""
+        if name == EXCLUDED:
+            return self._notes.excluded(self._rows)
+        if name != TAGS:
+            return self._notes.values(self._rows, name)
+        tags = np.empty(self._rows.size, object)
+        tags[:] = [[] for _ in range(len(tags))]
+        for tag in self._notes.tags():
+            for at in np.flatnonzero(self._notes.tagged(self._rows, tag)).tolist():
+                tags[at].append(tag)
+        return tags

@@ -1,0 +1,71 @@
+"""Notes on rows as columns of DataFrames and SQL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import make_cache, publish
+
+import arrowcache as ac
+
+pytest.importorskip("duckdb", reason="the extra explore is not installed")
+from arrowcache import explore
+
+SCHEMA = ac.Schema({"label": ac.Tensor("int64"), "_tags": ac.Tensor("float32")})
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    return cache
+
+
+def test_without_notes_there_are_no_columns_of_them_but_for_who_names_one(cache):
+    assert list(explore.head(cache, 2)) == ["_seq", "_row", "id", "image"]
+    assert list(explore.sql(cache, "select * from cache limit 1")) == ["_seq", "_row", "id", "image"]
+    found = explore.sql(cache, "select count(*) as n from cache where _excluded or len(_tags) > 0")
+    assert found["n"].tolist() == [0]
+    assert explore.to_pandas(cache, ["_excluded"])["_excluded"].sum() == 0
+
+
+def test_who_looks_sees_every_row_with_its_notes(cache):
+    cache.exclude(["0:3", "1:5"])
+    cache.tag(["0:1", "0:3"], "hard")
+    cache.tag("0:3", "odd")
+    cache.annotate([(0, row) for row in range(16)], loss=np.arange(16))
+    frame = explore.head(cache, 40)
+    assert list(frame) == ["_seq", "_row", "id", "image", "_excluded", "_tags", "loss"]
+    assert frame.index[frame["_excluded"]].tolist() == [3, 21]
+    assert frame["_tags"].tolist()[:4] == [[], ["hard"], [], ["hard", "odd"]]
+    assert frame["loss"].tolist()[:16] == [*range(16)]
+    assert frame["loss"].isna().sum() == 24
+    assert explore.rows(cache, "0:3")["_tags"].tolist() == [["hard", "odd"]]
+    assert list(explore.to_pandas(cache, ["loss", "_row"], limit=1)) == ["loss", "_row"]
+    worst = explore.sql(cache, "select * from cache order by loss desc nulls last limit 3")
+    assert worst["_row"].tolist() == [15, 14, 13]
+    cache.tag(worst, "worst")
+    found = explore.sql(cache, "select _seq, _row from cache where list_contains(_tags, 'worst')")
+    assert found["_row"].tolist() == [13, 14, 15]
+    counts = explore.sql(cache, "select count(*) as n, sum(loss) as s from cache where not _excluded")
+    assert counts.iloc[0].tolist() == [62, 117]
+    with pytest.raises(ValueError, match="loss"):
+        explore.sql(cache, "select lose from cache")
+
+
+def test_a_column_of_the_cache_comes_before_a_note_of_its_name(tmp_path):
+    cache = make_cache(tmp_path / "cache", SCHEMA)
+    with cache.writer() as writer:
+        writer.append({"label": 3, "_tags": 0.5})
+    cache.tag("0:0", "hard")
+    cache.annotate("0:0", Label=7)
+    assert explore.head(cache).iloc[0].tolist() == [0, 0, 3, 0.5, False, 7.0]
+    found = explore.sql(cache, "select * from cache")
+    assert list(found) == ["_seq", "_row", "label", "_tags", "_excluded", "Label_1"]
+    assert found["Label_1"].tolist() == [7.0]
+
+
+def test_notes_are_columns_of_polars(cache):
+    pytest.importorskip("polars", reason="polars is not installed")
+    cache.tag("0:1", "hard")
+    assert explore.to_polars(cache, limit=2)["_tags"].to_list() == [[], ["hard"]]

@@ -26,7 +26,7 @@ class Noted:
 
     def __init__(self, store: Store, snapshot: Snapshot) -> None:
         annotations = Annotations.of(store)
-        annotations.flush()
+        annotations.flush_or_warn()
         self._notes = annotations.notes
         self._rows = Rows.of_counts(snapshot.seqs, snapshot.segment_rows)
         kinds = _KINDS | dict.fromkeys(self._notes.names(), Tensor("float64"))

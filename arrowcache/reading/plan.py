@@ -196,6 +196,8 @@ class Plan:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
             epoch_rows, within = state["epoch_rows"], state.get("within")
+            if state["version"] == _SELECTED_VERSION and len(seqs) and not {"selected", "weights"} & {*state}:
+                raise KeyError("selected")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
@@ -209,7 +211,7 @@ class Plan:
                 within=None if within is None else Within.from_state(within),
                 bitmaps={
                     parse_count(seq, "seq", least=0): base64.b64decode(bits, validate=True)
-                    for seq, bits in state.get("selected", ())
+                    for seq, bits in (state.get("selected", ()) if len(seqs) else ())
                 },
                 weights=weights,
             )

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from arrowcache.reading.row_columns import RowColumns
+from arrowcache.reading.row_columns import RowColumns, SnapshotValues
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.notes import VALUES
 
 T = TypeVar("T")
 
@@ -39,15 +38,13 @@ class SegmentFunction(Generic[T]):
 
         Blocks: while the columns that it asks for are read. Raises: whatever it raises.
         """
-        self._annotations.flush()
-        notes, known = self._annotations.notes, {}
-        noted = notes.version(VALUES)
+        values, known = SnapshotValues(self._annotations, snapshot), {}
         for index, segment in enumerate(snapshot.segments):
             found = self._known.get(segment.seq)
-            if found is None or found[1] not in (None, noted):
-                columns = RowColumns(snapshot, index, notes)
+            if found is None or (found[1] is not None and found[1] != values.version):
+                columns = RowColumns(snapshot, index, values)
                 result = self._checked(self._function(columns), segment)
-                found = result, noted if columns.has_read_notes else None
+                found = result, values.version if columns.has_read_notes else None
             known[segment.seq] = found
         self._known = known
         return [result for result, _ in known.values()]

@@ -98,7 +98,7 @@ def rows_term(rows: object) -> str:
 
 
 def _checked(result: object, segment: SegmentInfo) -> Mask:
-    mask = np.asarray(result)
+    mask = np.array(result)  # a copy: the function may use its array again
     if mask.dtype != np.bool_ or mask.shape != (segment.rows,):
         raise TypeError(
             f"rows= gave {type(result).__name__} of dtype {mask.dtype} and shape {mask.shape} for the "

@@ -29,6 +29,7 @@ from arrowcache.reading.slots import Slot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.store import Store
 
+_LENGTHS_AT_ONCE = 1 << 20  # rows
 _PORTION_TOKENS = 1 << 16  # of small batches, made together: a job and a slot cost as much
 
 
@@ -106,16 +107,24 @@ class SequenceAssembly(Assembly):
             epoch.deliver(epoch.order.steps)
 
     def _sequences_left(self, epoch: Epoch) -> int | None:
-        """Return the sequences of the rest of an epoch, where ends of segments tell the number of tokens."""
+        """Return the sequences of the rest of an epoch, where the number of tokens is known as it begins."""
         plan, snapshot, column = epoch.plan, epoch.snapshot, self._packing.column
-        is_of_all = isinstance(epoch.order, EpochOrder) and epoch.order.selected.are_all
-        if not self._packing.split or not is_of_all or plan.epoch_rows is not None:
+        if not self._packing.split or not isinstance(epoch.order, EpochOrder) or plan.epoch_rows is not None:
             return None
         delivered = 0
         if plan.within is not None:
             delivered = plan.within.before + plan.within.sequences
         elif plan.position:
             return None
+        if not (selected := epoch.order.selected).are_all:
+            lengths = np.concatenate(
+                [
+                    snapshot.lengths(first, min(first + _LENGTHS_AT_ONCE, len(snapshot)), column)
+                    for first in range(0, len(snapshot), _LENGTHS_AT_ONCE)
+                ]
+            )
+            tokens = int(lengths[selected.ids(np.arange(selected.size))].sum())
+            return -(-tokens // self._packing.length) - delivered
         stops = np.cumsum(snapshot.segment_rows)
         _, first_places = snapshot.find(stops - snapshot.segment_rows, column)
         nbytes, last_places = snapshot.find(stops - 1, column)

@@ -51,7 +51,7 @@ class Weighing:
         if self._values is None:
             found = np.concatenate(self._function.of(snapshot)).astype(np.float32)
         else:
-            self._annotations.flush()
+            self._annotations.flush_or_warn()
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, WorkerError, sentence_of, warn
-from arrowcache.lifetimes import at_exit, call_all, forgets_in_child, unforked
+from arrowcache.lifetimes import at_exit, at_worker_exit, call_all, forgets_in_child, unforked
 from arrowcache.os_errors import start
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.notes import VALUES, Notes
@@ -49,11 +49,12 @@ class Annotations:
         self._rows = 0
         self._adding, self._writing = threading.RLock(), threading.RLock()  # the second is taken first
         self._thread: threading.Thread | None = None
+        self._ends_with_worker = False
 
     @classmethod
     def of(cls, store: Store) -> Annotations:
         """Those of a cache, which all its users in this process share."""
-        identity = file_identity(os.stat(store.folder.lease_lock))
+        identity = store.folder.path, *file_identity(os.stat(store.folder.lease_lock))
         with unforked:  # and no other thread comes in between
             found = _living.get(identity)
             if found is None:
@@ -63,8 +64,17 @@ class Annotations:
     def add(self, ids: NDArray[np.int64], values: Mapping[str, NDArray[np.float64]]) -> None:
         """Take a value of each name for each row (n, 2).
 
-        Blocks, Raises: as `flush`, if a million rows wait already; else neither.
+        Blocks, Raises: as `flush`, if a million rows wait already; else it does not block.
+        Raises: ValueError: they are more than there may be.
         """
+        if len(ids) * len(values) > self.notes.most_values:
+            raise ValueError(
+                f"{len(ids) * len(values)} values are more than an eighth of the cache's capacity holds, "
+                f"{self.notes.most_values}: annotate fewer rows, or raise the capacity"
+            )
+        if not self._ends_with_worker:
+            self._ends_with_worker = True
+            at_worker_exit(self._flush_last)
         with self._adding:
             self._waiting.append((ids, values))
             self._rows += len(ids)
@@ -88,6 +98,13 @@ class Annotations:
             with self._adding:
                 del self._waiting[: len(todo)]
                 self._rows -= sum(len(ids) for ids, _ in todo)
+
+    def flush_or_warn(self) -> None:
+        """As `flush`, where older values will do. Warns: RuntimeWarning: what waits cannot be written."""
+        try:
+            self.flush()
+        except (ArrowCacheError, OSError) as error:
+            warn(f"annotations of {format_count(self._rows, 'row')} wait: {sentence_of(error)}")
 
     def _run(self) -> None:
         while True:

@@ -618,9 +618,9 @@ class Folder:
         """The length of a file of notes. Raises: FileNotFoundError: as `read_note`."""
         return os.stat(self.notes / file.name).st_size
 
-    def read_note(self, file: layout.NoteFile, most: int) -> bytes:
+    def read_note(self, file: layout.NoteFile) -> bytes:
         """The bytes of a file of notes. Raises: FileNotFoundError: it was merged into another, or is gone."""
-        return _read(self.notes / file.name, most)
+        return _read(self.notes / file.name, layout.MOST_NOTE_BYTES)
 
     def link_note(self, file: layout.NoteFile, data: bytes, *, syncs: bool) -> None:
         """Make a file of notes appear, whole; only under cache.lock.
@@ -629,6 +629,17 @@ class Folder:
             syncs: it outlasts a power cut.
         """
         self._link_in_notes(file.name, data, syncs=syncs)
+
+    def drop_notes_before(self, seq: int) -> None:
+        """Unlink files of notes on rows of older segments only; only under cache.lock."""
+        for file in self.note_files():
+            if file.newest < seq:
+                self.drop_note(file)
+
+    def isolate_note(self, file: layout.NoteFile) -> None:
+        """Give a damaged file of notes another name, which nobody reads; only under cache.lock."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.notes / file.name, self.notes / f"{file.name}.damaged")
 
     def drop_note(self, file: layout.NoteFile) -> None:
         """Unlink a file of notes, if it is still there; only under cache.lock."""

@@ -17,7 +17,7 @@
                 <name>.<seed>.division says how: see open_tasks.py. A release that
                 knows the first number only leaves the others where they are, undrawn. Bytes far behind
                 are locked by pools: see `alive_byte`, `part_byte` and `task_byte`
-  notes/        <first>-<last>-<digest>.<kind>.arrow: what is known of rows, see notes.py; and
+  notes/        <first>-<last>-<newest>-<digest>.<kind>.arrow: what is known of rows, see notes.py; and
                 <digest>.weights.arrow: the weights of an epoch, see reading/weights_file.py. There is no such
                 folder before the first, so that releases without notes refuse a cache that has some
   cache.lock    flock; holds a LockRecord
@@ -81,7 +81,8 @@ _MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
 _MOST_BYTES = 2**62
 _MOST_AGREED = 1 << 20  # segments; what a file says is bounded before memory is taken for it
 _TASK_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
-_NOTE = re.compile(r"(\d{20})-(\d{20})-([0-9a-f]{16})\.(marks|values)\.arrow", re.ASCII)
+MOST_NOTE_BYTES = 1 << 30  # of a file of notes; what is cut off there is damage
+_NOTE = re.compile(r"(\d{20})-(\d{20})-(\d{20})-([0-9a-f]{16})\.(marks|values)\.arrow", re.ASCII)
 WEIGHTS_NAME = re.compile(r"[0-9a-f]{16}\.weights\.arrow", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
 
@@ -127,17 +128,23 @@ def parse_segment_name(name: str) -> tuple[int, int, str] | None:
 class NoteFile:
     """One file of notes, as its name tells.
 
-    It has the notes of numbers `first` to `last`, of one `kind`; `digest` is the XXH3 of its bytes.
+    It has the notes of numbers `first` to `last`, of one `kind`, on rows of segments up to `newest`; `digest`
+    is the XXH3 of its bytes.
     """
 
     first: int
     last: int
+    newest: int
     digest: str
     kind: str
 
     @property
     def name(self) -> str:
-        return f"{self.first:020d}-{self.last:020d}-{self.digest}.{self.kind}.arrow"
+        return f"{self.first:020d}-{self.last:020d}-{self.newest:020d}-{self.digest}.{self.kind}.arrow"
+
+    def fits(self, data: bytes) -> bool:
+        """True if these bytes are its content."""
+        return xxhash.xxh3_64_hexdigest(data) == self.digest
 
     def is_within(self, other: NoteFile) -> bool:
         """True if another file has all its numbers."""
@@ -147,7 +154,10 @@ class NoteFile:
     def parse(cls, name: str) -> NoteFile | None:
         """The file of a name. None if it is no such name."""
         match = _NOTE.fullmatch(name)
-        return None if match is None else cls(int(match[1]), int(match[2]), match[3], match[4])
+        if match is None:
+            return None
+        first, last, newest = map(int, match.group(1, 2, 3))
+        return cls(first, last, newest, match[4], match[5])
 
 
 def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> set[int]:

@@ -20,6 +20,7 @@ from arrowcache.storage.layout import SegmentInfo
 
 INCLUDED, EXCLUDED, UNTAGGED, TAGGED, VALUE = range(5)  # what a line says; a newer format may say more
 _LINE = np.dtype([("seq", "<i8"), ("row", "<i4"), ("what", "i1"), ("text", "<i4"), ("value", "<f8")])
+LINE_BYTES, MOST_ROW = _LINE.itemsize, (1 << 31) - 1
 _SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -137,9 +138,10 @@ class NoteLines(NamedTuple):
         lines["text"] = (np.cumsum(is_used) - 1)[lines["text"]]
         return NoteLines(lines, tuple(compress(self.texts, is_used)))
 
-    def is_before(self, rows: Rows) -> bool:
-        """True if all its rows are of older segments."""
-        return bool(self.lines["seq"].max(initial=-1) < (rows.seqs[0] if len(rows.seqs) else 0))
+    @property
+    def newest(self) -> int:
+        """The newest segment that it has a note on."""
+        return int(self.lines["seq"].max(initial=0))
 
     def about(self, rows: Rows, which: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Find lines about rows.

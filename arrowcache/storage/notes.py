@@ -6,8 +6,8 @@ are merged into one file, which has the numbers of both: so there are few. Who d
 within another's numbers, which nobody reads, and the next merge removes.
 
 There are two kinds. Marks (exclusions and tags) are on the disk before the call returns, and leave only with
-their segment. Values (annotations) may be lost in a power cut; above an eighth of the capacity the oldest
-leave.
+their segment. Values (annotations) may be lost in a power cut; above an eighth of the capacity, or where
+marks need their room, the oldest leave. A file leaves with the newest segment that it has a note on.
 
 Guarantees: notes count in the capacity; who reads takes no lock, and sees a call's notes wholly or not at
 all; notes on rows that are gone are not seen.
@@ -16,6 +16,7 @@ Must never: change a segment, or an epoch that is under way.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -23,11 +24,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError, CacheFormatError, warn
-from arrowcache.storage.layout import NoteFile
+from arrowcache.errors import ArrowCacheError, CacheFormatError, CacheFullError, warn
+from arrowcache.storage.layout import MOST_NOTE_BYTES, NoteFile
 from arrowcache.storage.note_lines import (
     EXCLUDED,
     INCLUDED,
+    LINE_BYTES,
+    MOST_ROW,
     NO_LINES,
     TAGGED,
     UNTAGGED,
@@ -39,11 +42,12 @@ from arrowcache.storage.row_ids import found, is_row_id
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 
+_log = logging.getLogger("arrowcache")
+
 MARKS, VALUES = "marks", "values"
 NO_TAGS = ("included", "all")  # what else may be said of rows
-_MOST_BYTES = 1 << 30  # of a file; what is cut off there is damage
 _MOST_MERGED = 32 << 20  # bytes of a file that is merged: cache.lock is held meanwhile
-_VALUES_SHARE = 8  # values take one such part of the capacity at most
+_SHARE = 8  # such a part of the capacity is the most that notes of a kind take
 _ATTEMPTS = 100  # to read files that others merge meanwhile
 
 
@@ -75,20 +79,18 @@ class Notes:
     def annotate(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]) -> None:
         """Write values of rows, by name: rows (n, 2), values (n,). Those of rows that left are not seen.
 
-        Call `merge` now and then.
-
-        Raises: ValueError: they are more than values may take.
+        Of more than values may take the last ones are written. Call `merge` now and then.
         """
         counts = [len(value) for _, value in values.values()]
         ids, value = (np.concatenate(each) for each in zip(*values.values(), strict=True))
-        lines = NoteLines.of(ids, VALUE, [*values], np.repeat(np.arange(len(counts)), counts), value)
-        most = self._store.settings.capacity_bytes // _VALUES_SHARE
-        if lines.nbytes > most:
-            raise ValueError(
-                f"values of {format_bytes(lines.nbytes)} are more than an eighth of the cache's capacity: "
-                "annotate fewer rows, or raise the capacity"
-            )
-        self._write(VALUES, lines)
+        text = np.repeat(np.arange(len(counts)), counts)
+        fit = np.flatnonzero(ids[:, 1] <= MOST_ROW)[-self.most_values :]
+        self._write(VALUES, NoteLines.of(ids[fit], VALUE, [*values], text[fit], value[fit]))
+
+    @property
+    def most_values(self) -> int:
+        """The number of values that there may be, about."""
+        return self._store.settings.capacity_bytes // _SHARE // LINE_BYTES
 
     def _mark(self, ids: NDArray[np.int64], what: int, text: str) -> int:
         with self._store.locked():
@@ -105,7 +107,8 @@ class Notes:
         data = lines.pack()
         with self._store.locked():
             number = 1 + max((file.last for file in self._store.folder.note_files()), default=-1)
-            self._link(NoteFile(number, number, xxhash.xxh3_64_hexdigest(data), kind), data, lines)
+            digest = xxhash.xxh3_64_hexdigest(data)
+            self._link(NoteFile(number, number, lines.newest, digest, kind), data, lines)
 
     def merge(self, kind: str) -> None:
         """Merge files of similar size. Never fails: it is done another time."""
@@ -120,12 +123,13 @@ class Notes:
         """
         folder, files = self._store.folder, self._files(kind)
         older, newer = map(folder.note_bytes, files[-2:]) if len(files) > 1 else (1, 0)
-        if older > min(2 * newer, _MOST_MERGED, self._store.settings.capacity_bytes // (8 * _VALUES_SHARE)):
+        if older > min(2 * newer, _MOST_MERGED, self._store.settings.capacity_bytes // (8 * _SHARE)):
             return False
         lines = self._lines(files[-2]).joined(self._lines(files[-1]))
         lines = lines.latest(Rows.of(self._store.segments()))
         data = lines.pack()
-        file = NoteFile(files[-2].first, files[-1].last, xxhash.xxh3_64_hexdigest(data), kind)
+        digest = xxhash.xxh3_64_hexdigest(data)
+        file = NoteFile(files[-2].first, files[-1].last, lines.newest, digest, kind)
         with self._store.locked():
             is_last = self._files(kind)[-2:] == files[-2:]
             if is_last:
@@ -135,7 +139,7 @@ class Notes:
     def _link(self, file: NoteFile, data: bytes, lines: NoteLines) -> None:
         """Make a file appear, in place of those with the same numbers; under cache.lock."""
         folder = self._store.folder
-        self._drop_old(file.kind, len(data))
+        self._make_room(file.kind, len(data))
         folder.sweep()
         self._store.require_room(len(data))
         folder.link_note(file, data, syncs=file.kind == MARKS)
@@ -144,15 +148,35 @@ class Notes:
             if other.kind == file.kind and other.is_within(file):
                 folder.drop_note(other)
 
-    def _drop_old(self, kind: str, more: int) -> None:
-        """Drop files of rows that are all gone, and the oldest values that leave no room for more bytes."""
-        rows = Rows.of(self._store.segments())
-        left = self._store.settings.capacity_bytes // _VALUES_SHARE - more
-        for file in reversed(self._files(kind)):
-            left -= self._store.folder.note_bytes(file)
-            is_over = file.name in self._known and self._known[file.name].is_before(rows)
-            if is_over or (kind == VALUES and left < 0):
-                self._store.folder.drop_note(file)
+    def _make_room(self, kind: str, more: int) -> None:
+        """Drop the oldest values that leave no room for more bytes of a kind.
+
+        Raises: CacheFullError: marks would take too much.
+        """
+        folder, settings = self._store.folder, self._store.settings
+        share = settings.capacity_bytes // _SHARE
+        nbytes = {file: folder.note_bytes(file) for file in folder.note_files()}
+        marks = sum(size for file, size in nbytes.items() if file.kind == MARKS)
+        if kind == MARKS and (marks + more > share or more > MOST_NOTE_BYTES):
+            raise CacheFullError(
+                f"exclusions and tags take {format_bytes(marks)}, and these {format_bytes(more)} more, which "
+                "is above an eighth of the capacity: choose so many rows by Loader(rows=a function), or "
+                "raise the capacity"
+            )
+        values = [file for file in nbytes if file.kind == VALUES]
+        left = share - more if kind == VALUES else share
+        if kind == MARKS:  # rather values than segments
+            left = min(left, settings.capacity_bytes - more - self._others_bytes(nbytes))
+        for file in reversed(values):
+            left -= nbytes[file]
+            if left < 0:
+                _log.warning("the oldest annotations of %s leave: there is no room for more", folder.path)
+                folder.drop_note(file)
+
+    def _others_bytes(self, nbytes: Mapping[NoteFile, int]) -> int:
+        """What all but values takes."""
+        values = sum(size for file, size in nbytes.items() if file.kind == VALUES)
+        return self._store.allocated_bytes(self._store.segments()) - values
 
     # reading
 
@@ -233,13 +257,13 @@ class Notes:
             return known
         folder, lines = self._store.folder, NO_LINES
         path = folder.notes / file.name
-        data = folder.read_note(file, _MOST_BYTES)
-        if xxhash.xxh3_64_hexdigest(data) == file.digest:
+        data = folder.read_note(file)
+        if file.fits(data):
             lines = NoteLines.unpack(data, str(path))
         elif file.kind == MARKS:
             raise CacheFormatError(
-                f"{path} is damaged, which says which rows are excluded and tagged: move it elsewhere to go "
-                "on without its notes"
+                f"{path} is damaged, which says which rows are excluded and tagged: to go on without its "
+                "notes, call cache.verify()"
             )
         else:  # values are not synced
             warn(f"{path} is damaged: its annotations are lost")

@@ -108,8 +108,12 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
 
 
 def on_host(values: Any) -> NDArray[Any]:
-    """Values as an array, those of a tensor copied from its device, without its gradient."""
-    return values.numpy(force=True) if hasattr(values, "detach") else np.asarray(values)
+    """Values as an array, a tensor's copied from its device, without its gradient; bfloat16 as float."""
+    if not hasattr(values, "detach"):
+        array = np.asarray(values)
+        return array.astype(np.float64) if array.dtype.name == "bfloat16" else array
+    host: NDArray[Any] = (values.float() if "bfloat16" in str(values.dtype) else values).numpy(force=True)
+    return host
 
 
 def _rows(ids: Any) -> NDArray[np.int64]:

@@ -419,6 +419,8 @@ class Store:
                 listed, lambda segment: not file.try_range(segment.seq, 1, exclusive=True), excess
             )
             retired = [(self.folder.retire(victim.name), victim) for victim in victims]
+        if victims:
+            self.folder.drop_notes_before(victims[-1].seq + 1)
         self.usage.add_evicted(victims)
         return retired
 

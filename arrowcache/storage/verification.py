@@ -154,6 +154,7 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
         problems.append(Problem(".", f"allocated bytes exceed the capacity by {excess}"))
     if is_behind:
         problems.append(Problem(layout.CACHE_LOCK, f"next seq {record.next_seq} is taken already"))
+    problems += _verify_notes(store, repair=repair)
     tasks: dict[str, str] = {}
     for segment in listed:
         if segment.task and tasks.setdefault(segment.task, segment.name) != segment.name:
@@ -162,6 +163,18 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
             problems.append(Problem(segment.name, str(error)))
             if repair:
                 quarantine(store, segment, error)
+    return problems
+
+
+def _verify_notes(store: Store, *, repair: bool) -> list[Problem]:
+    problems = []
+    with store.locked():
+        for file in store.folder.note_files():
+            if not file.fits(store.folder.read_note(file)):
+                what = "which rows are excluded and tagged" if file.kind == "marks" else "annotations"
+                problems.append(Problem(f"{layout.NOTES}/{file.name}", f"it is damaged: {what} are lost"))
+                if repair:
+                    store.folder.isolate_note(file)
     return problems
 
 

@@ -299,6 +299,14 @@ def test_the_rank_of_torch_distributed_is_taken_when_the_first_epoch_begins(cach
 # mistakes
 
 
+def test_the_length_before_an_epoch_is_of_selected_rows(cache):
+    sampler = EpochBatchSampler(cache, 8, rows=lambda columns: columns["id"] % 2 == 0)
+    expected = len(sampler)
+    assert expected == len([*sampler]) > 0
+    cache.exclude([(0, row) for row in range(16)])
+    assert len(sampler) == expected - 1
+
+
 def test_a_dataset_of_another_cache_is_refused(cache, tmp_path):
     other = make_cache(tmp_path / "other")
     loader = DataLoader(CacheDataset(other), batch_sampler=EpochBatchSampler(cache, 16))

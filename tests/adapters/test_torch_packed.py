@@ -60,6 +60,20 @@ def packed_of(cache: Any, **options: Any) -> PackedLoader:
     return packed(cache, "tokens", LENGTH, **{"batch_size": SIZE, **options})
 
 
+@KINDS
+def test_excluded_documents_are_in_no_sequence_and_the_steps_are_known(cache, split):
+    left_out = [*range(5, DOCUMENTS, 9)]
+    cache.exclude([(number // 10, number % 10) for number in left_out])
+    with packed_of(cache, split=split) as loader:
+        epoch = iter(loader)
+        steps = loader.steps
+        batches = [*epoch]
+        tokens = torch.cat([batch["tokens"][batch["loss_mask"]] for batch in batches]).tolist()
+    assert tokens
+    assert not {(token - 1) // 1000 for token in tokens} & {*left_out}
+    assert steps == len(batches) or (steps is None and not split)
+
+
 def tokens_of(batches: Iterable[dict[str, torch.Tensor]]) -> list[int]:
     """The tokens of batches, each of which is checked by itself."""
     found: list[int] = []

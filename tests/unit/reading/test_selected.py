@@ -153,6 +153,15 @@ def test_a_state_with_bitmaps_that_cannot_be_is_refused(selected):
         Plan.from_state(state | {"selected": selected})
 
 
+def test_a_state_that_lacks_its_selection_is_refused_and_the_next_epoch_needs_none():
+    state = plan_of([[True, False], [True]]).to_state()
+    without = {name: value for name, value in state.items() if name != "selected"}
+    with pytest.raises(ValueError, match="the state is damaged"):
+        Plan.from_state(without)
+    following = state | {"epoch": 2, "position": 0, "segments": []}
+    assert Plan.from_state(following).epoch == 2
+
+
 def test_a_state_of_all_rows_is_as_it_was():
     state = plan_of([[True], [True]]).to_state()
     assert state["version"] == 2

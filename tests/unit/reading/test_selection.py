@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ from helpers import ids_of, make_cache, publish
 
 import arrowcache as ac
 from arrowcache import Loader
+from arrowcache.storage.folder import Folder
 
 IDS = list(range(160))
 
@@ -56,7 +58,7 @@ def test_annotations_of_this_process_are_columns_of_a_function(cache):
     assert epoch(cache, lambda columns: "loss" in columns and np.isnan(columns["loss"])) == IDS[16:]
     names = []
     epoch(cache, lambda columns: names.append([*columns]) or columns["id"] >= 0)
-    assert names[0] == ["id", "image", "_seq", "_row", "loss"]
+    assert names[0] == ["id", "image", "_seq", "_row", "_age_seconds", "loss"]
 
 
 def test_a_function_is_asked_once_for_each_segment(cache):
@@ -72,6 +74,24 @@ def test_a_function_is_asked_once_for_each_segment(cache):
         publish(cache, 1)
         assert len(ids_of(loader)) == 80
     assert asked == [*range(11)]
+
+
+def test_a_function_may_use_its_array_again(cache):
+    mask = np.empty(16, bool)
+    assert epoch(cache, lambda columns: np.equal(columns["id"] % 5, 0, out=mask)) == IDS[::5]
+
+
+def test_annotations_that_cannot_be_written_end_no_training(cache, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    cache.annotate("0:0", loss=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "link_note", fails)
+        assert epoch(cache, lambda columns: columns["id"] % 5 == 0) == IDS[::5]
+        with pytest.warns(RuntimeWarning, match="annotations of 1 row wait: no room"):
+            assert epoch(cache, lambda columns: columns["id"] < 3 + len([*columns]) * 0) == IDS[:3]
+    cache.close()
 
 
 def test_a_function_that_reads_annotations_is_asked_again_after_newer_ones(cache):
@@ -116,7 +136,11 @@ def test_what_says_no_rows_is_refused_at_once(cache, rows, error, words):
         ),
         (lambda columns: columns["id"], TypeError, "dtype int64 and shape"),
         (lambda columns: [True], TypeError, r"shape \(1,\)"),
-        (lambda columns: columns["loss"] > 1, KeyError, "no column 'loss'.*there are id, image, _seq, _row"),
+        (
+            lambda columns: columns["loss"] > 1,
+            KeyError,
+            "no column 'loss'.*there are id, image, _seq, _row, _age_seconds",
+        ),
         (lambda columns: 1 / 0, ZeroDivisionError, "division"),
     ],
 )

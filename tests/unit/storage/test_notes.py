@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import random
 import subprocess
@@ -11,12 +12,13 @@ import threading
 
 import numpy as np
 import pytest
-from helpers import in_child, make_cache, publish, sample
+import xxhash
+from helpers import in_child, make_cache, publish, sample, wait_until
 
 import arrowcache as ac
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import NoteFile
-from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.note_lines import VALUE, NoteLines, Rows
 from arrowcache.storage.notes import MARKS, VALUES, Notes
 
 SEGMENTS, ROWS = 4, 16
@@ -56,10 +58,17 @@ def note_names(cache):
     return sorted(os.listdir(cache.path / "notes"))
 
 
-def tag_until_full(cache):
-    newest = cache.stats().next_seq - 1
+def annotating():
+    return [thread for thread in threading.enumerate() if thread.name == "arrowcache-annotate"]
+
+
+def annotate_one(path):
+    ac.Cache.open(path).annotate("0:0", loss=1)
+
+
+def tag_until_full(cache, rows):
     for number in range(300):
-        cache.tag((newest, 0), f"tag {number}" * 100)
+        cache.tag(rows, f"tag {number}" * 100)
 
 
 def nbytes_of(cache):
@@ -253,7 +262,54 @@ def test_a_damaged_file_of_marks_is_an_error_and_one_of_values_is_left_out(cache
     cache.exclude("0:0")
     (name,) = (name for name in note_names(cache) if ".marks." in name)
     (cache.path / "notes" / name).write_bytes(b"\0" * 1000)
-    with pytest.raises(ac.CacheFormatError, match=f"{name} is damaged.*move it elsewhere"):
+    with pytest.raises(ac.CacheFormatError, match=f"{name} is damaged.*call cache.verify"):
+        excluded(cache)
+
+
+def test_verify_finds_damaged_files_and_puts_them_aside(cache):
+    cache.exclude("0:0")
+    cache.annotate("0:0", loss=1)
+    cache.close()
+    cache = ac.Cache.open(cache.path)
+    for name in note_names(cache):
+        (cache.path / "notes" / name).write_bytes(b"damaged")
+    assert [problem.reason for problem in cache.verify(repair=False)] == [
+        "it is damaged: which rows are excluded and tagged are lost",
+        "it is damaged: annotations are lost",
+    ]
+    assert len(cache.verify()) == 2
+    assert cache.verify() == []
+    assert excluded(cache) == set()
+    cache.exclude("0:1")
+    assert excluded(cache) == {(0, 1)}
+
+
+def test_marks_are_synced_and_values_are_not(cache, monkeypatch):
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    cache.exclude("0:0")
+    monkeypatch.setattr(os, "fsync", noted)
+    cache.tag("0:0", "hard")
+    assert any(path.endswith(".part") for path in synced)
+    assert str(cache.path / "notes") in synced
+    synced.clear()
+    cache.annotate("0:0", loss=1)
+    cache.close()
+    assert synced == []
+
+
+def test_notes_of_a_newer_release_are_refused(cache):
+    lines = NoteLines.of(np.zeros((1, 2), np.int64), VALUE + 1, ["what is this"])
+    data = lines.pack()
+    cache.exclude("0:0")
+    name = NoteFile(7, 7, 0, xxhash.xxh3_64_hexdigest(data), MARKS).name
+    (cache.path / "notes" / name).write_bytes(data)
+    with pytest.raises(ac.CacheFormatError, match="does not know: use the release that wrote it"):
         excluded(cache)
 
 
@@ -279,13 +335,46 @@ def test_on_a_full_cache_the_oldest_segments_make_room_for_notes(tmp_path):
     publish(cache, 60)
     newest = cache.stats().next_seq - 1
     rows = [(newest, row) for row in range(16)]
-    for number in range(300):
+    for number in range(100):
         cache.tag(rows, f"tag {number}")
         assert cache.stats().allocated_bytes <= cache.stats().capacity_bytes
     publish(cache, 60)
     with cache.snapshot(), pytest.raises(ac.CacheFullError, match=r"a file of .* needs .* to be freed"):
-        tag_until_full(cache)
+        tag_until_full(cache, (cache.stats().next_seq - 1, 0))
     assert cache.verify() == []
+
+
+def test_marks_that_would_take_too_much_are_refused_and_evict_nothing(cache):
+    before = cache.stats()
+    with pytest.raises(ac.CacheFullError, match=r"above an eighth of the capacity: .*rows=a function"):
+        tag_until_full(cache, ALL)
+    assert cache.stats().segments == before.segments
+
+
+def test_values_leave_before_segments_do_for_an_exclusion(tmp_path):
+    cache = make_cache(tmp_path / "cache", headroom=0)
+    publish(cache, 60)
+    newest = cache.stats().next_seq - 1
+    for number in range(20):
+        cache.annotate([(newest, row) for row in range(16)], **{f"value_{number}": 1.0})
+        cache.close()
+        cache = ac.Cache.open(cache.path)
+    oldest = cache.stats().oldest_seq
+    with cache.snapshot():
+        cache.exclude([(newest, row) for row in range(16)], reason="x" * 2000)
+        assert cache.stats().oldest_seq == oldest
+    assert cache.verify() == []
+
+
+def test_a_file_leaves_with_the_newest_segment_that_it_has_a_note_on(cache):
+    cache.exclude([(0, 0), (1, 1)])
+    cache.annotate((1, 1), loss=1)
+    cache.close()
+    cache = ac.Cache.open(cache.path)
+    cache.evict(1)
+    assert len(note_names(cache)) == 2
+    cache.evict(1)
+    assert note_names(cache) == []
 
 
 def test_values_take_an_eighth_and_the_oldest_leave(tmp_path):
@@ -303,8 +392,8 @@ def test_values_take_an_eighth_and_the_oldest_leave(tmp_path):
     assert np.isfinite(notes.values(rows, "value_11_29")).all()
     assert notes.excluded(rows)[0]
     assert nbytes_of(cache) <= cache.stats().capacity_bytes / 8 + 4096
-    with pytest.raises(ValueError, match="more than an eighth of the cache's capacity"):
-        Notes(cache.store).annotate({f"value {number}": (ids, np.zeros(32)) for number in range(200)})
+    with pytest.raises(ValueError, match="6400 values are more than an eighth of the cache's capacity holds"):
+        cache.annotate(ids, **{f"value_{number}": 1 for number in range(200)})
 
 
 # who dies
@@ -351,12 +440,70 @@ def test_a_dataset_s_cache_has_no_notes(tmp_path):
                 call((0, 0))
 
 
+def test_more_values_than_there_may_be_are_refused_at_once_and_annotating_goes_on(cache):
+    most = Notes(cache.store).most_values
+    with pytest.raises(ValueError, match=f"{most + 1} values are more than"):
+        cache.annotate(np.zeros((most + 1, 2), int), loss=1)
+    for _ in range(3):  # more in a second than there may be: the last ones count
+        cache.annotate(np.zeros((most // 2, 2), int), loss=1)
+    cache.annotate("0:1", loss=2)
+    assert values(cache, "loss") == {(0, 0): 1.0, (0, 1): 2.0}
+
+
+def test_a_million_values_are_written_by_who_brings_them(tmp_path):
+    cache = make_cache(tmp_path / "large", capacity="500MB", segment_bytes="1MiB")
+    publish(cache, 1)
+    cache.annotate(np.zeros((1 << 20, 2), int), loss=1)
+    assert not (cache.path / "notes").exists()
+    cache.annotate("0:1", loss=2)
+    assert len(note_names(cache)) == 1
+
+
+def test_a_row_that_no_segment_can_have_is_no_other_row(cache):
+    cache.annotate([(0, 2**32 + 5), (0, 3)], loss=1)
+    assert values(cache, "loss") == {(0, 3): 1.0}
+
+
+def test_losses_of_any_framework_and_dtype_are_taken(cache):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for row, loss in enumerate(
+        [
+            torch.tensor([1.5], dtype=torch.bfloat16, requires_grad=True),
+            torch.tensor([1.5], dtype=torch.float16),
+            torch.tensor(1.5, dtype=torch.float64),
+            np.float16(1.5),
+            [1.5],
+        ]
+    ):
+        cache.annotate((0, row), loss=loss)
+    cache.annotate({"_seq": torch.tensor([0]), "_row": torch.tensor([5])}, loss=torch.tensor([True]))
+    assert values(cache, "loss") == {**dict.fromkeys([(0, row) for row in range(5)], 1.5), (0, 5): 1.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_values_are_written_at_the_end_of_a_worker_process(cache, method):
+    process = multiprocessing.get_context(method).Process(target=annotate_one, args=(str(cache.path),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert values(cache, "loss") == {(0, 0): 1.0}
+
+
+def test_a_cache_that_was_moved_and_opened_anew_is_written_to_where_it_is(cache):
+    cache.annotate("0:0", loss=1)
+    cache.close()
+    moved = cache.path.rename(cache.path.with_name("moved"))
+    again = ac.Cache.open(moved)
+    again.annotate("0:1", loss=2)
+    assert values(again, "loss") == {(0, 0): 1.0, (0, 1): 2.0}
+
+
 def test_annotating_makes_one_thread_which_ends(cache):
+    wait_until(lambda: not annotating(), "threads of other tests")
     for _ in range(3):
         cache.annotate("0:0", loss=1)
-    names = [thread.name for thread in threading.enumerate()]
-    assert names.count("arrowcache-annotate") == 1
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "arrowcache-annotate")
+    (thread,) = annotating()
     thread.join(60)
     assert not thread.is_alive()
     assert values(cache, "loss") == {(0, 0): 1.0}

@@ -183,27 +183,18 @@ def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
 # acting on rows
 
 
-class Noting:
-    """A cache that notes what is done to its rows."""
-
-    def __init__(self, cache):
-        self.store, self.path, self.done = cache.store, cache.path, []
-
-    def exclude(self, ids, reason=""):
-        self.done.append(("exclude", ids.tolist(), reason))
-
-    def tag(self, ids, tag):
-        self.done.append(("tag", ids.tolist(), tag))
-
-
 def test_exclusion_and_tags_are_the_caches(numbers):
-    noting = Noting(numbers)
-    widget = explore.open(noting)
+    widget = explore.open(numbers)
     page = Page(widget)
     page.ask("page", text="x < 2", at=0)
     assert "2 rows excluded" in page.ask("exclude", text="blurred")["says"]
     assert "1 row tagged 'hard'" in page.ask("tag", one=[2, 7], text="hard")["says"]
-    assert noting.done == [("exclude", [[0, 0], [0, 1]], "blurred"), ("tag", [[2, 7]], "hard")]
+    excluded = explore.sql(numbers, "select _seq, _row from cache where _excluded")
+    assert excluded.to_numpy().tolist() == [[0, 0], [0, 1]]
+    assert explore.rows(numbers, "2:7")["_tags"].tolist() == [["hard"]]
+    with ac.Loader(numbers, 1) as loader:
+        assert loader.steps is None
+        assert len([*loader]) == numbers.stats().rows - 2
     widget.close()
 
 

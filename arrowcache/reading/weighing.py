@@ -56,8 +56,10 @@ class Weighing:
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
         if self._values is not None:
-            heaviest = np.fmax.reduce(found, initial=-np.inf)
-            found[np.isnan(found)] = heaviest if heaviest > 0 else 1.0
+            is_new = np.isnan(found)
+            if is_new.any():
+                heaviest = found.max(where=~is_new, initial=0)
+                found[is_new] = heaviest or 1.0
         weights = found
         if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # NaN, too
             number = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])

@@ -16,6 +16,7 @@ from arrowcache.lifetimes import cached_property
 from arrowcache.reading.shuffle import RowOrder, key_of
 
 _WEIGHTS = 3  # keeps draws apart from shuffles
+_BLOCK = 256  # rows, a power of 2
 _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -32,24 +33,35 @@ class Weights:
 
     @cached_property
     def _sums(self) -> NDArray[np.float64]:
-        return np.cumsum(self.of_rows, dtype=np.float64)
+        """The sum of the weights up to each row; infinity behind the last, to the end of its block."""
+        rows = len(self.of_rows)
+        sums = np.full(-(-rows // _BLOCK) * _BLOCK, np.inf)
+        np.cumsum(self.of_rows, dtype=np.float64, out=sums[:rows])
+        return sums
 
     @cached_property
-    def _last(self) -> int:
-        """The last row that can be drawn: rounding could lead behind it."""
-        return int(self._sums.searchsorted(self._sums[-1]))
+    def _block_ends(self) -> NDArray[np.float64]:
+        """The sum up to the last row of each block: small enough for the processor's cache."""
+        return self._sums[_BLOCK - 1 :: _BLOCK].copy()
+
+    @property
+    def _total(self) -> np.float64:
+        total: np.float64 = self._sums[len(self.of_rows) - 1]
+        return total
 
     def probabilities(self, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """The probability (n,) of rows (n,) to be what one draw gives."""
-        found: NDArray[np.float64] = self.of_rows[numbers] / self._sums[-1]
-        return found
+        return self.of_rows[numbers].astype(np.float64) / self._total
 
     def at(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
         """The rows (n,) at shares (n,), in [0, 1), of the sum of all weights."""
-        order = np.argsort(shares)  # a sorted search stays in the processor's cache
-        found = np.empty(len(shares), np.int64)
-        found[order] = self._sums.searchsorted(shares[order] * self._sums[-1], side="right")
-        return np.minimum(found, self._last)
+        sought: NDArray[np.float64] = np.minimum(shares * self._total, np.nextafter(self._total, 0))
+        rows = self._block_ends.searchsorted(sought, side="right") * _BLOCK
+        step = _BLOCK // 2
+        while step:  # the search goes on in all blocks at once: their memory is awaited together
+            rows += step * (self._sums[rows + (step - 1)] <= sought)
+            step //= 2
+        return rows.astype(np.int64)
 
 
 class Draws(RowOrder):

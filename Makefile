@@ -28,7 +28,7 @@ TESTS := -m pytest --numprocesses $(shell expr $$(nproc) + 1) --dist worksteal
 test-%: export OMP_WAIT_POLICY := passive
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
-	device device_proof packed tensorflow explore durable engines sources soak pace slow_source beyond_memory
+	device device_proof packed selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
 # Where each of these runs; that of TensorFlow with tensorflow-io, and in the newest.
 BENCH_IN_NEWEST = $(filter-out tensorflow,$(BENCH))
 BENCH_TENSORFLOW_IN = $(if $(filter tensorflow,$(BENCH)),oldest tensorflow)

@@ -174,7 +174,7 @@ class Notes:
                 folder.drop_note(file)
 
     def _others_bytes(self, nbytes: Mapping[NoteFile, int]) -> int:
-        """What all but values takes."""
+        """Return the allocated bytes of all but values."""
         values = sum(size for file, size in nbytes.items() if file.kind == VALUES)
         return self._store.allocated_bytes(self._store.segments()) - values
 

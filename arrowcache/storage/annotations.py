@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, WorkerError, sentence_of, warn
 from arrowcache.lifetimes import at_exit, at_worker_exit, call_all, forgets_in_child, unforked
-from arrowcache.os_errors import start
+from arrowcache.os_errors import explaining, start
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.notes import VALUES, Notes
 from arrowcache.storage.store import Store
@@ -53,8 +53,9 @@ class Annotations:
 
     @classmethod
     def of(cls, store: Store) -> Annotations:
-        """Those of a cache, which all its users in this process share."""
-        identity = store.folder.path, *file_identity(os.stat(store.folder.lease_lock))
+        """Those of a cache, shared by all its users in this process. Raises: OSError: its folder is gone."""
+        with explaining(store.folder.path):
+            identity = store.folder.path, *file_identity(os.stat(store.folder.lease_lock))
         with unforked:  # and no other thread comes in between
             found = _living.get(identity)
             if found is None:

@@ -85,7 +85,9 @@ def test_complaint_01_what_is_killed_leaves_nothing_stale_and_the_job_starts_aga
 
 
 def hold_part(path: Path, ready: Path) -> None:
-    part = ac.Cache.open(path).store.folder.new_part()
+    store = ac.Cache.open(path).store
+    with store.locked():  # as a writer does: another child that opens the cache sweeps
+        part = store.folder.new_part()
     part.reserve(16 * 1024)
     ready.touch()
     threading.Event().wait()

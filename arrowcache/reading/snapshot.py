@@ -127,6 +127,7 @@ class Snapshot(Shown, Closable):
     def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
         self._mapped.last = arrays = SegmentArrays.of(segments, self._mapped.last)
         self._segments, self._seqs, self._published = arrays.segments, arrays.seqs, arrays.published
+        self._selected: tuple[Bitmaps, Selected] | None = None  # made when it is asked for
         self._starts = np.concatenate(([0], np.cumsum(arrays.rows)))
         self._length = int(self._starts[-1])
         self._nbytes = int(arrays.nbytes.sum())
@@ -156,7 +157,10 @@ class Snapshot(Shown, Closable):
     @property
     def selected(self) -> Selected:
         """The rows that a loader reads."""
-        return Selected(self._seqs, self.segment_rows, self.bitmaps)
+        known = self._selected
+        if known is None or known[0] is not self.bitmaps:
+            known = self._selected = self.bitmaps, Selected(self._seqs, self.segment_rows, self.bitmaps)
+        return known[1]
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from arrowcache.errors import MissingSegmentsError
 from arrowcache.reading.weights import Weights
 from arrowcache.storage.layout import WEIGHTS_NAME
+from arrowcache.storage.note_lines import arrow_file
 from arrowcache.storage.store import Store
 
 _KEPT = 4
@@ -26,12 +27,7 @@ def write_weights(store: Store, weights: Weights) -> None:
     name = _name(weights.name)
     if store.folder.touch_weights(name):
         return
-    schema = pa.schema([("weight", pa.float32())])
-    column = pa.Array.from_buffers(pa.float32(), len(weights.of_rows), [None, pa.py_buffer(weights.of_rows)])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays([column], schema=schema))
-    data = sink.getvalue()
+    data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
     store.require_room(data.size)
     store.folder.link_weights(name, data, _KEPT)
 

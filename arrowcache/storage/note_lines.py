@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -109,15 +109,8 @@ class NoteLines(NamedTuple):
 
     def pack(self) -> bytes:
         """The bytes of a file."""
-        columns = []  # pyarrow's own way from NumPy would load pandas
-        for field in _SCHEMA:
-            column = np.ascontiguousarray(self.lines[field.name])
-            columns.append(pa.Array.from_buffers(field.type, len(column), [None, pa.py_buffer(column)]))
         schema = _SCHEMA.with_metadata({_TEXTS: json.dumps(self.texts)})
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, schema) as writer:
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-        return bytes(sink.getvalue())
+        return bytes(arrow_file(schema, [self.lines[name] for name in schema.names]))
 
     def joined(self, later: NoteLines) -> NoteLines:
         """These lines, and then others."""
@@ -168,6 +161,18 @@ class NoteLines(NamedTuple):
         """The texts of the lines that say one of these things."""
         codes = self.lines["text"][np.isin(self.lines["what"], whats)]
         return {self.texts[code] for code in np.unique(codes).tolist()}
+
+
+def arrow_file(schema: pa.Schema, columns: Sequence[NDArray[Any]]) -> pa.Buffer:
+    """An Arrow IPC file of one record batch of numbers. pyarrow's own way from NumPy would load pandas."""
+    arrays = [
+        pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(np.ascontiguousarray(column))])
+        for kind, column in zip(schema.types, columns, strict=True)
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return sink.getvalue()
 
 
 NO_LINES = NoteLines(np.empty(0, _LINE))

@@ -23,6 +23,7 @@ from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.mapping import FileMapping, is_readable
+from arrowcache.storage.notes import MARKS
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 
@@ -171,7 +172,7 @@ def _verify_notes(store: Store, *, repair: bool) -> list[Problem]:
     with store.locked():
         for file in store.folder.note_files():
             if not file.fits(store.folder.read_note(file)):
-                what = "which rows are excluded and tagged" if file.kind == "marks" else "annotations"
+                what = "which rows are excluded and tagged" if file.kind == MARKS else "annotations"
                 problems.append(Problem(f"{layout.NOTES}/{file.name}", f"it is damaged: {what} are lost"))
                 if repair:
                     store.folder.isolate_note(file)

@@ -363,8 +363,8 @@ def test_the_command_refuses_what_is_no_cache(call, tmp_path):
 def test_a_python_that_is_too_old_is_told(monkeypatch):
     for name in ("mosaic_widget", "arrowcache.explore.explorer"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr(explore, "explorer", raising=False)
-    monkeypatch.delattr(explore, "open", raising=False)
+    for name in ("explorer", "open"):  # by the dict: asking for an attribute would import it
+        monkeypatch.delitem(vars(explore), name, raising=False)
     monkeypatch.setitem(sys.modules, "mosaic_widget", None)
     with pytest.raises(ImportError, match=r"needs mosaic_widget.*: pip install"):
         _ = explore.open

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import sys
 import threading
 from contextlib import ExitStack, nullcontext
@@ -388,9 +387,7 @@ def test_an_epoch_that_is_over_needs_no_garbage_collector_to_go(cache, shuffle):
                 for batch in loader:
                     assert len(batch["id"]) == 8
         del batch, loader
-        wait_until(
-            lambda: not any(map(isinstance, gc.get_objects(), itertools.repeat(Snapshot))), "them to go"
-        )
+        wait_until(lambda: not any(type(each) is Snapshot for each in gc.get_objects()), "them to go")
     finally:
         gc.enable()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,18 +92,17 @@ class Said(NamedTuple):
     @classmethod
     def of(cls, numbers: NDArray[np.int64], what: int, text: ArrayLike = 0, values: ArrayLike = ()) -> Said:
         """One thing, of rows (n,)."""
-        codes = np.empty(len(numbers), np.int32)
-        codes[:] = np.multiply(text, _WHATS) + what
-        return cls(numbers, codes, np.asarray(values, np.float64))
+        codes = np.asarray(np.multiply(text, _WHATS) + what, np.int32)
+        return cls(numbers, np.broadcast_to(codes, len(numbers)), np.asarray(values, np.float64))
 
     def says(self, what: int) -> NDArray[np.bool_]:
         """A mask, (n,), of rows of which this is said."""
         found: NDArray[np.bool_] = self.codes % _WHATS == what
         return found
 
-    def take(self, at: NDArray[np.int64]) -> Said:
+    def take(self, at: slice | NDArray[np.int64]) -> Said:
         """Some of them."""
-        return Said(self.numbers[at], self.codes[at], self.values[at[: len(self.values)]])
+        return Said(self.numbers[at], self.codes[at], self.values[at] if len(self.values) else self.values)
 
     @property
     def texts(self) -> NDArray[np.int32]:
@@ -129,13 +128,12 @@ class NoteLines(NamedTuple):
     @classmethod
     def of(cls, rows: Rows, texts: Sequence[str], said: Said) -> NoteLines:
         """Lines that say the last thing said on each matter of each row."""
-        order = said.numbers.argsort(kind="stable")
-        numbers = said.numbers[order]
-        ends = numbers[_MOST_AT_ONCE::_MOST_AT_ONCE]
+        if (said.numbers[1:] < said.numbers[:-1]).any():
+            said = said.take(said.numbers.argsort(kind="stable"))
+        ends = said.numbers[_MOST_AT_ONCE::_MOST_AT_ONCE]
         starts = rows.starts[np.unique(rows.starts.searchsorted(ends))]
-        pieces = np.split(order, numbers.searchsorted(starts))
-        del numbers
-        return cls._together([cls._of(rows, texts, said.take(piece)) for piece in pieces])
+        cuts = [0, *said.numbers.searchsorted(starts).tolist(), len(said.numbers)]
+        return cls._together([cls._of(rows, texts, said.take(slice(*cut))) for cut in pairwise(cuts)])
 
     @classmethod
     def _of(cls, rows: Rows, texts: Sequence[str], said: Said) -> NoteLines:

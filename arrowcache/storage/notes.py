@@ -131,7 +131,8 @@ class Notes:
             next_seq = self._store.folder.read_record().next_seq
         segments, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
         if is_there.any():
-            numbers = np.sort((rows.starts[segments] + ids[:, 1])[is_there], kind="stable")
+            numbers = (rows.starts[segments] + ids[:, 1])[is_there]
+            del segments  # large, as may be the ids
             lines = NoteLines.of(rows, [text], Said.of(numbers, what))
             self._write(MARKS, lines, lines.pack())
             self.merge(MARKS)

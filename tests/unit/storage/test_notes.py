@@ -470,7 +470,7 @@ def test_half_of_many_small_rows_are_excluded_in_a_bit_a_row(tmp_path):
         ids = snapshot.locate(np.random.default_rng(0).permutation(len(snapshot))[::2])
     for _ in range(2):
         assert cache.exclude(ids) == 125_000
-    assert nbytes_of(cache) < 250_000 / 8 + 64 * 64
+    assert nbytes_of(cache) < 250_000 / 8 + 64 * 128
     with ac.Loader(cache, 64) as loader:
         next(iter(loader))
         assert loader.stats().unselected_rows == 125_000

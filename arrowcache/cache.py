@@ -47,7 +47,6 @@ class Cache(Shown, Closable):
         self._store = store
         self._closed = False
         self._looks = Looks()
-        self._own_notes = Notes(store)
         self._annotations: Annotations | None = None
 
     @classmethod
@@ -175,7 +174,7 @@ class Cache(Shown, Closable):
         Args:
             ids: the rows: an (n, 2) array of `_seq` and `_row`; a DataFrame, table, query's result or batch
                 with these columns; or a RowId or text such as "83:26", or several.
-            reason: a note for people.
+            reason: a note for people, who find it as `_reason` in DataFrames and SQL.
         Returns: the number of these rows that are still in the cache. Others are passed over.
         Blocks: for cache.lock and the disk.
         Raises: ValueError, TypeError: not ids, or a cache of a dataset. IndexError: a row that never was.
@@ -207,38 +206,42 @@ class Cache(Shown, Closable):
 
         Quick enough for each step of a training loop: a thread writes the values each second. So do a query,
         an epoch that weighs rows, `close`, and the end of the process; a killed process or a power cut loses
-        the last ones. All together they take up to an eighth of the capacity; beyond it the oldest leave.
+        the last ones.
+
+        All together they take up to an eighth of the capacity, as files of 4 or 8 bytes a value; one of each
+        row fits where a row has some 40 bytes or more. Beyond it the oldest leave, and the rows have none;
+        the first time gives a RuntimeWarning, each time a line in the log.
 
         Args:
             ids: as of `exclude`; batches of `Loader(with_ids=True)` have them. Rows that have left the cache
                 are passed over.
-            values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all.
-                NaN: it has none. A name is no column's, and does not begin with "_".
+            values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all; it
+                is read back as float64, and takes 4 bytes where float32 holds it, too, else 8. NaN: it has
+                none. A name is no column's, and does not begin with "_".
         Blocks: no, unless a million rows wait to be written.
         Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
             a dataset. LockTimeoutError, CacheFullError, OSError: a million rows wait, and cannot be written.
         """
-        store, found = self._noted(), row_ids(ids)
+        annotations, found = self._noted(), row_ids(ids)
         if not values:
             raise ValueError("annotate rows by a value: cache.annotate(ids, loss=losses)")
         taken = {name: _values(name, given, len(found), self.schema) for name, given in values.items()}
-        if self._annotations is None:
-            self._annotations = Annotations.of(store)
-        self._annotations.add(found, taken)
+        annotations.add(found, taken)
 
     @property
     def _notes(self) -> Notes:
-        self._noted()
-        return self._own_notes
+        return self._noted().notes
 
-    def _noted(self) -> Store:
-        """The store, of a cache that has notes. Raises: ValueError: it has none."""
+    def _noted(self) -> Annotations:
+        """The annotations and notes of this cache. Raises: ValueError: it has none."""
         if self.store.settings.dataset is not None:
             raise ValueError(
                 "the cache of a dataset has no notes on rows: items move as segments are merged. Leave items "
                 "out by a torch.utils.data.Subset of the dataset"
             )
-        return self.store
+        if self._annotations is None:
+            self._annotations = Annotations.of(self.store)
+        return self._annotations
 
     def dataset(self) -> pyarrow.dataset.Dataset:
         """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives."""
@@ -287,7 +290,7 @@ class Cache(Shown, Closable):
         Raises: LockTimeoutError, CacheFullError, OSError: annotations cannot be written; try it again.
         """
         if self._annotations is not None:
-            self._annotations.flush()
+            self._annotations.close()
         self._closed = True
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[str, str]]:

@@ -9,6 +9,9 @@ interval at which new priorities hold: to draw a batch by weight, and to note it
 weights, which gathers as well. Beside it torchrl's PrioritizedSampler, which only draws indices: `sample` and
 `update_priority`, in a process of its own where its library loads.
 Question 3: how long does `annotate` take for 64 scattered rows, of a batch?
+Question 4: what do notes on 10^7 rows of 12 bytes take on the disk, how long does it take to exclude half of
+them, and how much memory beyond the ids? A random half, in order, and then shuffled; then the older half, so
+that both are merged. How long does an epoch's beginning take then?
 Run: `python -m benchmarks.selection`. Results: benchmarks/RESULTS.md.
 """
 
@@ -37,6 +40,8 @@ def main() -> None:
                 compare_selected(Path(folder, f"{shuffle}-{row_bytes}"), shuffle, row_bytes, rows)
     with tempfile.TemporaryDirectory() as folder:
         replay(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        note(Path(folder))
 
 
 def compare_selected(folder: Path, shuffle: str, row_bytes: int, rows: int) -> None:
@@ -107,6 +112,54 @@ def replay(folder: Path) -> None:
         print(f"annotate of {batch} rows: {1e6 * statistics.median(noted):.1f} us")
         noted.clear()
     cache.close()
+
+
+def note(folder: Path) -> None:
+    cache = ac.Cache.create(folder / "cache", {"x": ac.Tensor("float32", (3,))}, "1GB", segment_bytes="6MiB")
+    with cache.writer() as writer:
+        for _ in range(20):
+            writer.extend(x=np.zeros((ROWS // 20, 3), np.float32))
+    rng = np.random.default_rng(0)
+    with cache.snapshot() as snapshot:
+        found = snapshot.locate(np.arange(ROWS))
+    ids = np.stack([found["_seq"], found["_row"]], axis=1)
+    half = ids[rng.random(ROWS) < 0.5]
+    for which, rows in (
+        ("half", half),
+        ("again, shuffled", rng.permutation(half)),
+        ("the older half", ids[: ROWS // 2]),
+    ):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
+        before, started, busy = memory("VmRSS"), time.perf_counter(), time.process_time()
+        cache.exclude(rows)
+        seconds, busy = time.perf_counter() - started, time.process_time() - busy
+        print(
+            f"exclude {which}: {seconds:.2f} s ({busy:.2f} of a processor), "
+            f"{(memory('VmHWM') - before) / 1e6:.0f} MB of memory, "
+            f"{8 * bytes_of(cache, 'marks') / ROWS:.2f} bits a row"
+        )
+    with ac.Loader(cache, BATCH) as loader:
+        started = time.perf_counter()
+        next(iter(loader))
+        print(f"an epoch begins in {time.perf_counter() - started:.2f} s")
+    for kind in ("float32", "float64"):
+        for first in range(0, ROWS, 1_000_000):
+            rows = ids[first : first + 1_000_000]
+            cache.annotate(rows, **{kind: rng.random(len(rows)).astype(kind)})
+        cache.close()
+        cache = ac.Cache.open(cache.path)
+        print(f"annotations, {kind}: {(bytes_of(cache, 'values')) / ROWS:.2f} bytes a row, of all so far")
+    cache.close()
+
+
+def memory(what: str) -> int:
+    """A count of this process' memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
+
+
+def bytes_of(cache: ac.Cache, kind: str) -> int:
+    return sum(file.stat().st_size for file in (cache.path / "notes").glob(f"*.{kind}.arrow"))
 
 
 def torchrl_seconds() -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Noted: the notes on a snapshot's rows as columns: `_excluded`, `_tags`, and each annotation by its name.
+"""Noted: the notes on a snapshot's rows as columns: `_excluded`, `_reason`, `_tags`, and annotations.
 
 Whoever looks sees every row, with its notes. A column is made when it is asked for.
 """
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType, Tensor
+from arrowcache.arrow.schema import FieldType, String, Tensor
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS
 from arrowcache.storage.store import Store
 
-EXCLUDED, TAGS = "_excluded", "_tags"
-_KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), TAGS: None}
+EXCLUDED, REASON, TAGS = "_excluded", "_reason", "_tags"
+_KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), REASON: String(), TAGS: None}
 
 
 class Noted:
@@ -36,9 +36,11 @@ class Noted:
         self.names = [name for name in self.kinds if name not in _KINDS or self._notes.version(MARKS)]
 
     def column(self, name: str) -> NDArray[Any]:
-        """One column of all rows: (rows,) bool, lists of texts as objects, or float64, NaN where none is."""
+        """One column of all rows, (rows,): bool; texts, or None; lists of texts; or float64, NaN for none."""
         if name == EXCLUDED:
             return self._notes.excluded(self._rows)
+        if name == REASON:
+            return self._notes.reasons(self._rows)
         if name != TAGS:
             return self._notes.values(self._rows, name)
         tags = np.empty(self._rows.size, object)

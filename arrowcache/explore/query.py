@@ -72,8 +72,9 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has both, the
     second is "Label_1". The query sees no file, no variable and no network.
 
-    What was noted of rows are columns, too: `_excluded`, `_tags` (a list: `list_contains(_tags, 'hard')`),
-    and annotations by their names, NULL where none is: `select * from cache order by loss desc limit 50`.
+    What was noted of rows are columns, too: `_excluded`, `_reason` (NULL where it is not), `_tags` (a list:
+    `list_contains(_tags, 'hard')`), and annotations by their names, NULL where none is:
+    `select * from cache order by loss desc limit 50`.
 
     Each row also has its id, `_seq` and `_row`, as in `to_pandas`: `select *` begins with them, and
     `rows`, `gallery` and all that takes ids take a result that has both. Not named, they cost nothing.
@@ -109,7 +110,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             shown = [
                 name for name in noted.kinds if (is_all and name in noted.names) or name.lower() in words
             ]
-            notes = {name: _noted(noted.column(name)) for name in shown}
+            notes = {name: _noted(noted.kinds[name], noted.column(name)) for name in shown}
             batches = create_view(connection, snapshot, schema, list(schema), notes=notes)
         for name in _named(query, schema):
             for batch in batches:
@@ -271,8 +272,9 @@ def _names_all(words: str) -> bool:
     return "*" in words or "columns" in words or words.lstrip().startswith("from")
 
 
-def _noted(values: NDArray[Any]) -> pa.Array:
-    return pa.array(values, pa.list_(pa.utf8()) if values.dtype == object else None, from_pandas=True)
+def _noted(kind: FieldType | None, values: NDArray[Any]) -> pa.Array:
+    arrow_type = pa.list_(pa.utf8()) if kind is None else kind.arrow_type
+    return pa.array(values, arrow_type, from_pandas=True)
 
 
 def _announce(column: pa.Array) -> None:

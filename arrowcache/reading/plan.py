@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from arrowcache.reading.packing import Packing, Within, require_packing
 from arrowcache.reading.selected import Bitmaps, Selected, counts_of, padding
-from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window, starts_of
+from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.reading.weights import Draws, Weights
 from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
+from arrowcache.storage.note_lines import Rows
 from arrowcache.units import MOST_COUNTED, parse_count
 
 SHUFFLES = ("rows", "window", "blocks", None)
@@ -101,10 +102,9 @@ class Plan:
     def probabilities(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability (n,) of rows (n, 2) to be what one draw gives; 0 of other epochs' rows."""
         assert self.weights is not None
-        selected, found = Selected(self.seqs, self.rows, self.bitmaps), np.zeros(len(ids))
-        indices = np.minimum(self.seqs.searchsorted(ids[:, 0]), len(self.seqs) - 1)
-        is_there = (self.seqs[indices] == ids[:, 0]) & (ids[:, 1] < self.rows[indices])
-        numbers, is_selected = selected.numbers((starts_of(self.rows)[indices] + ids[:, 1])[is_there])
+        numbers, is_there = Rows.of_counts(self.seqs, self.rows).numbers(ids)
+        numbers, is_selected = Selected(self.seqs, self.rows, self.bitmaps).numbers(numbers)
+        found = np.zeros(len(ids))
         found[np.flatnonzero(is_there)[is_selected]] = self.weights.probabilities(numbers)
         return found
 

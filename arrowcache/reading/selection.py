@@ -36,6 +36,8 @@ class Selection:
 
     def __init__(self, store: Store, rows: object) -> None:
         self._rows, self._annotations = rows, Annotations.of(store)
+        #: False: it leaves out only what is excluded.
+        self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
         self._notes = self._annotations.notes
         self._function = SegmentFunction(self._annotations, rows, _checked) if callable(rows) else None
 
@@ -64,10 +66,12 @@ class Selection:
 
     def _asked_for(self, snapshot: Snapshot, rows: Rows) -> Mask | None:
         """The mask of a snapshot's rows, whatever is excluded. None: all."""
+        if not self.chooses:
+            return None
         if self._function is not None:
             return np.concatenate(self._function.of(snapshot))
         if isinstance(self._rows, str):
-            return None if self._rows == INCLUDED else self._notes.tagged(rows, self._rows)
+            return self._notes.tagged(rows, self._rows)
         mask = np.zeros(len(snapshot), np.bool_)
         mask[snapshot.positions(row_ids(self._rows), missing="skip")] = True
         return mask

@@ -24,7 +24,7 @@ from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.selection import INCLUDED, Selection
+from arrowcache.reading.selection import Selection
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weighing import Weighing
 from arrowcache.storage.layout import SegmentInfo
@@ -43,8 +43,7 @@ class Supply:
         self.store, self._where = store, options.where
         self._selection = Selection(store, options.rows)
         self._weighing = None if options.weights is None else Weighing(store, options.weights)
-        are_selected = not (isinstance(options.rows, str) and options.rows == INCLUDED)
-        given = {"`where`": options.where is not None, "`rows`": are_selected}
+        given = {"`where`": options.where is not None, "`rows`": self._selection.chooses}
         self._choose = [name for name, is_given in given.items() if is_given]
         self._has_excluded = False  # the last snapshot
         self._epoch_rows, self.is_paced = options.epoch_rows, options.paced

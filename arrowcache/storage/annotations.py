@@ -66,6 +66,7 @@ class Annotations:
         """Take a value of each name for each row (n, 2).
 
         Blocks, Raises: as `flush`, if a million rows wait already; else it does not block.
+        Warns: RuntimeWarning, once: older ones left for want of room.
         Raises: ValueError: they are more than there may be.
         """
         if len(ids) * len(values) > self.notes.most_values:
@@ -73,6 +74,7 @@ class Annotations:
                 f"{len(ids) * len(values)} values are more than an eighth of the cache's capacity holds, "
                 f"{self.notes.most_values}: annotate fewer rows, or raise the capacity"
             )
+        self.notes.warn_of_loss()
         if not self._ends_with_worker:
             self._ends_with_worker = True
             at_worker_exit(self._flush_last)
@@ -100,10 +102,15 @@ class Annotations:
                 del self._waiting[: len(todo)]
                 self._rows -= sum(len(ids) for ids, _ in todo)
 
+    def close(self) -> None:
+        """As `flush`, for one who asked for it. Warns: RuntimeWarning, once: as `add`."""
+        self.flush()
+        self.notes.warn_of_loss()
+
     def flush_or_warn(self) -> None:
         """As `flush`, where older values will do. Warns: RuntimeWarning: what waits cannot be written."""
         try:
-            self.flush()
+            self.close()
         except (ArrowCacheError, OSError) as error:
             warn(f"annotations of {format_count(self._rows, 'row')} wait: {sentence_of(error)}")
 
@@ -120,7 +127,7 @@ class Annotations:
 
     def _flush_last(self) -> None:
         try:
-            self.flush()
+            self.close()
         except (ArrowCacheError, OSError) as error:
             warn(f"annotations of {format_count(self._rows, 'row')} are lost: {sentence_of(error)}")
 

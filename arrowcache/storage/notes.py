@@ -17,7 +17,7 @@ Must never: change a segment, or an epoch that is under way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -29,14 +29,13 @@ from arrowcache.storage.layout import MOST_NOTE_BYTES, NoteFile
 from arrowcache.storage.note_lines import (
     EXCLUDED,
     INCLUDED,
-    LINE_BYTES,
-    MOST_ROW,
     NO_LINES,
     TAGGED,
     UNTAGGED,
     VALUE,
     NoteLines,
     Rows,
+    Said,
 )
 from arrowcache.storage.row_ids import found, is_row_id
 from arrowcache.storage.store import Store
@@ -48,6 +47,7 @@ MARKS, VALUES = "marks", "values"
 NO_TAGS = ("included", "all")  # what else may be said of rows
 _MOST_MERGED = 32 << 20  # bytes of a file that is merged: cache.lock is held meanwhile
 _SHARE = 8  # such a part of the capacity is the most that notes of a kind take
+_VALUE_BYTES = 8  # of one value, about
 _ATTEMPTS = 100  # to read files that others merge meanwhile
 
 
@@ -57,6 +57,7 @@ class Notes:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, NoteLines] = {}  # by the name of their file; replaced as a whole
+        self._lost: str | None = None  # the first time that values left for want of room; "" once told
 
     # writing
 
@@ -81,34 +82,68 @@ class Notes:
 
         Of more than values may take the last ones are written. Call `merge` now and then.
         """
-        counts = [len(value) for _, value in values.values()]
-        ids, value = (np.concatenate(each) for each in zip(*values.values(), strict=True))
-        text = np.repeat(np.arange(len(counts)), counts)
-        fit = np.flatnonzero(ids[:, 1] <= MOST_ROW)[-self.most_values :]
-        self._write(VALUES, NoteLines.of(ids[fit], VALUE, [*values], text[fit], value[fit]))
+        rows = Rows.of(self._store.segments())
+        while True:
+            said = []
+            for place, (ids, value) in enumerate(values.values()):
+                numbers, is_there = rows.numbers(ids)
+                said.append(Said.of(numbers, VALUE, place, value[is_there]))
+            lines = NoteLines.of(rows, [*values], Said(*map(np.concatenate, zip(*said, strict=True))))
+            data = lines.pack()
+            if len(data) <= min(self._share, MOST_NOTE_BYTES):
+                break
+            self._lose(len(data) // 2)
+            values = {name: (ids[len(ids) // 2 :], v[len(ids) // 2 :]) for name, (ids, v) in values.items()}
+        if len(lines.lines):
+            self._write(VALUES, lines, data)
 
     @property
     def most_values(self) -> int:
         """The number of values that there may be, about."""
-        return self._store.settings.capacity_bytes // _SHARE // LINE_BYTES
+        return self._share // _VALUE_BYTES
+
+    @property
+    def _share(self) -> int:
+        """The most bytes that notes of a kind take."""
+        return self._store.settings.capacity_bytes // _SHARE
+
+    def warn_of_loss(self) -> None:
+        """Warn, once, of values that left for want of room. Where warnings are errors it is only logged."""
+        if self._lost:
+            message, self._lost = self._lost, ""
+            with suppress(RuntimeWarning):
+                warn(message)
+
+    def _lose(self, nbytes: int) -> None:
+        message = (
+            f"the oldest annotations of {self._store.folder.path} leave, {format_bytes(nbytes)} now: all may "
+            f"take {format_bytes(self._share)}, an eighth of the capacity, where exclusions and tags leave "
+            "them as much. Rows without a value weigh as much as the heaviest. Raise the capacity with "
+            "cache.resize(), or annotate fewer rows, or by fewer names"
+        )
+        _log.warning(message)
+        if self._lost is None:
+            self._lost = message
 
     def _mark(self, ids: NDArray[np.int64], what: int, text: str) -> int:
         with self._store.locked():
             rows = Rows.of(self._store.segments())
             next_seq = self._store.folder.read_record().next_seq
-        _, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
+        segments, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
         if is_there.any():
-            self._write(MARKS, NoteLines.of(ids[is_there], what, [text]).latest(rows))
+            numbers = (rows.starts[segments] + ids[:, 1])[is_there]
+            del segments  # large, as may be the ids
+            lines = NoteLines.of(rows, [text], Said.of(numbers, what))
+            self._write(MARKS, lines, lines.pack())
             self.merge(MARKS)
+            self.warn_of_loss()
         return int(is_there.sum())
 
-    def _write(self, kind: str, lines: NoteLines) -> None:
+    def _write(self, kind: str, lines: NoteLines, data: bytes) -> None:
         """Write lines as the newest file of a kind."""
-        data = lines.pack()
         with self._store.locked():
             number = 1 + max((file.last for file in self._store.folder.note_files()), default=-1)
-            digest = xxhash.xxh3_64_hexdigest(data)
-            self._link(NoteFile(number, number, lines.newest, digest, kind), data, lines)
+            self._link(NoteFile(number, number, lines.newest, _digest(data), kind), data, lines)
 
     def merge(self, kind: str) -> None:
         """Merge files of similar size. Never fails: it is done another time."""
@@ -123,13 +158,11 @@ class Notes:
         """
         folder, files = self._store.folder, self._files(kind)
         older, newer = map(folder.note_bytes, files[-2:]) if len(files) > 1 else (1, 0)
-        if older > min(2 * newer, _MOST_MERGED, self._store.settings.capacity_bytes // (8 * _SHARE)):
+        if older > min(2 * newer, _MOST_MERGED, self._share // 8):
             return False
-        lines = self._lines(files[-2]).joined(self._lines(files[-1]))
-        lines = lines.latest(Rows.of(self._store.segments()))
+        lines = self._lines(files[-2]).joined(self._lines(files[-1]), Rows.of(self._store.segments()))
         data = lines.pack()
-        digest = xxhash.xxh3_64_hexdigest(data)
-        file = NoteFile(files[-2].first, files[-1].last, lines.newest, digest, kind)
+        file = NoteFile(files[-2].first, files[-1].last, lines.newest, _digest(data), kind)
         with self._store.locked():
             is_last = self._files(kind)[-2:] == files[-2:]
             if is_last:
@@ -153,8 +186,7 @@ class Notes:
 
         Raises: CacheFullError: marks would take too much.
         """
-        folder, settings = self._store.folder, self._store.settings
-        share = settings.capacity_bytes // _SHARE
+        folder, share = self._store.folder, self._share
         nbytes = {file: folder.note_bytes(file) for file in folder.note_files()}
         marks = sum(size for file, size in nbytes.items() if file.kind == MARKS)
         if kind == MARKS and (marks + more > share or more > MOST_NOTE_BYTES):
@@ -166,12 +198,15 @@ class Notes:
         values = [file for file in nbytes if file.kind == VALUES]
         left = share - more if kind == VALUES else share
         if kind == MARKS:  # rather values than segments
-            left = min(left, settings.capacity_bytes - more - self._others_bytes(nbytes))
+            left = min(left, self._store.settings.capacity_bytes - more - self._others_bytes(nbytes))
+        lost = 0
         for file in reversed(values):
             left -= nbytes[file]
             if left < 0:
-                _log.warning("the oldest annotations of %s leave: there is no room for more", folder.path)
                 folder.drop_note(file)
+                lost += nbytes[file]
+        if lost:
+            self._lose(lost)
 
     def _others_bytes(self, nbytes: Mapping[NoteFile, int]) -> int:
         """Return the allocated bytes of all but values."""
@@ -198,20 +233,17 @@ class Notes:
     def values(self, rows: Rows, name: str) -> NDArray[np.float64]:
         """The latest value of this name of each row: (rows,); NaN where none is."""
         values = np.full(rows.size, np.nan)
-        for notes in self.parts(VALUES).values():
-            at, numbers = notes.about(rows, notes.says(VALUE, VALUE, name))
-            values[numbers] = notes.lines["value"][at]  # of one place given twice NumPy takes the last
+        for _, said in self._said(VALUES, rows, VALUE, text=name):
+            values[said.numbers] = said.values
         return values
 
-    def reasons(self, rows: Rows) -> list[str | None]:
+    def reasons(self, rows: Rows) -> NDArray[np.object_]:
         """The reason of each excluded row, and None of the others: (rows,)."""
-        reasons = np.full(rows.size, None, object)
-        for notes in self.parts(MARKS).values():
-            at, numbers = notes.about(rows, notes.says(INCLUDED, EXCLUDED))
-            lines = notes.lines[at]
-            texts = np.array(notes.texts, object)[lines["text"]]
-            reasons[numbers] = np.where(lines["what"] == EXCLUDED, texts, np.array(None))
-        return list(reasons)
+        none = np.array(None)
+        reasons = np.full(rows.size, none)
+        for texts, said in self._said(MARKS, rows, INCLUDED, EXCLUDED):
+            reasons[said.numbers] = np.where(said.says(EXCLUDED), np.array(texts, object)[said.texts], none)
+        return reasons
 
     def tags(self) -> list[str]:
         """All tags that rows have or had, in order."""
@@ -225,10 +257,17 @@ class Notes:
 
     def _marked(self, rows: Rows, off: int, on: int, text: str | None = None) -> NDArray[np.bool_]:
         marked = np.zeros(rows.size, np.bool_)
-        for notes in self.parts(MARKS).values():
-            at, numbers = notes.about(rows, notes.says(off, on, text))
-            marked[numbers] = notes.lines["what"][at] == on  # of one place given twice NumPy takes the last
+        for _, said in self._said(MARKS, rows, off, on, text=text):
+            marked[said.numbers] = said.says(on)
         return marked
+
+    def _said(
+        self, kind: str, rows: Rows, *whats: int, text: str | None = None
+    ) -> Iterator[tuple[tuple[str, ...], Said]]:
+        """Read what notes of a kind say of rows, in order, each with the texts that it has."""
+        for notes in self.parts(kind).values():
+            for said in notes.of_rows(rows, *whats, text=text):
+                yield notes.texts, said
 
     def parts(self, kind: str) -> dict[str, NoteLines]:
         """All notes of a kind, by the name of their file, in order."""
@@ -269,6 +308,10 @@ class Notes:
             warn(f"{path} is damaged: its annotations are lost")
         self._known = {**self._known, file.name: lines}
         return lines
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def require_tag(tag: str) -> str:

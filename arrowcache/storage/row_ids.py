@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.errors import MissingSegmentsError
@@ -54,9 +55,11 @@ def row_ids(ids: object) -> NDArray[np.int64]:
 
     Args:
         ids: a RowId, or a text "seq:row"; several of them; integers (n, 2); a DataFrame of pandas or Polars,
-            an Arrow table or a batch, with the columns `_seq` and `_row`.
+            an Arrow table, a relation of DuckDB or a batch, with the columns `_seq` and `_row`.
     Raises: ValueError, TypeError: names the id that is none, and its place.
     """
+    if hasattr(ids, "__arrow_c_stream__") and not hasattr(ids, "__array__"):  # such as DuckDB's relations
+        ids = pa.table(ids)
     names = getattr(ids, "column_names", getattr(ids, "columns", None))
     if names is None and hasattr(ids, "keys") and not hasattr(ids, "dtype"):  # a Series has keys
         names = ids.keys()
@@ -152,25 +155,37 @@ def _is_int(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
-def found(
-    ids: NDArray[np.int64], seqs: NDArray[np.int64], rows: NDArray[np.int64], next_seq: int
+def find(
+    ids: NDArray[np.int64], seqs: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Find the segments of rows (n, 2).
+    """Find rows (n, 2) among those of segments.
 
     Args:
-        seqs: numbers of the segments that are there, ascending.
+        seqs: numbers of the segments, ascending.
         rows: the rows of each.
-        next_seq: the number of the segment that comes next.
     Returns: the index of each row's segment, (n,), which counts where the mask, (n,), is True: it is there.
-    Raises: IndexError: a row that never was.
     """
     indices = seqs.searchsorted(ids[:, 0])
     is_there = np.append(seqs, -1)[indices] == ids[:, 0]
-    is_outside = is_there & (ids[:, 1] >= np.append(rows, 0)[indices])
-    if (bad := np.flatnonzero(is_outside | (~is_there & (ids[:, 0] >= next_seq)))).size:
+    is_there &= ids[:, 1] < np.append(rows, 0)[indices]
+    return indices, is_there
+
+
+def found(
+    ids: NDArray[np.int64], seqs: NDArray[np.int64], rows: NDArray[np.int64], next_seq: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """As `find`, where these are all segments that are there.
+
+    Args:
+        next_seq: the number of the segment that comes next.
+    Raises: IndexError: a row that never was.
+    """
+    indices, is_there = find(ids, seqs, rows)
+    lost = np.flatnonzero(~is_there)
+    if (bad := lost[np.isin(ids[lost, 0], seqs) | (ids[lost, 0] >= next_seq)]).size:
         at = int(bad[0])
         why = f"no segment has this number yet: the next one gets {next_seq}"
-        if is_there[at]:
+        if ids[at, 0] in seqs:
             why = f"its segment has {format_count(int(rows[indices[at]]), 'row')}, from 0 on"
         raise IndexError(f"row {RowId(*ids[at].tolist())} (ids[{at}]) never was in the cache: {why}")
     return indices, is_there

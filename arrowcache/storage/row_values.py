@@ -28,7 +28,7 @@ class RowValues:
         parts = self._notes.parts(VALUES)
         for file, notes in parts.items():  # one that was merged of others says the latest of each row again
             if file not in self._taken_in:
-                at, numbers = notes.about(rows, notes.says(VALUE, VALUE, self._name))
-                self._values[numbers] = notes.lines["value"][at]
+                for said in notes.of_rows(rows, VALUE, text=self._name):
+                    self._values[said.numbers] = said.values
         self._taken_in = {*parts}
         return self._values

@@ -31,6 +31,8 @@ from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import LockRecord
+from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.notes import Notes
 from arrowcache.storage.recovery import boot_id
 
 CAPACITY = 400 * KIB
@@ -202,6 +204,25 @@ def do_agree(cache: ac.Cache, twice: Twice) -> None:
             rank.close()
 
 
+def do_note(cache: ac.Cache, twice: Twice) -> None:
+    """Notes are there wholly, before those that are merged with them leave."""
+    for count in (3, 16):
+        rows = [(seq, row) for seq in range(5) for row in range(count)]
+        before = twice(lambda: noted(cache))
+        try:
+            cache.exclude(rows, reason="dark")
+        except (OSError, MemoryError, ac.ArrowCacheError):
+            assert twice(lambda: noted(cache)) in (before, 5 * count), "a note in part"
+            twice(lambda rows=rows: cache.exclude(rows, reason="dark"))
+        assert twice(lambda: noted(cache)) == 5 * count
+    twice(lambda: cache.annotate(rows, loss=range(80)))
+    twice(cache.close)
+
+
+def noted(cache: ac.Cache) -> int:
+    return int(Notes(cache.store).excluded(Rows.of(cache.store.segments())).sum())
+
+
 # what happened to a cache before
 
 
@@ -264,6 +285,7 @@ OPERATIONS = {
     "create": Operation(do_create, 0, begin=Path, expected=frozenset({"mkdir", "chmod", "rename"})),
     "read": Operation(do_read, expected=frozenset({"maps.open", "maps.map", "pread", "flock"})),
     "read checked": Operation(do_read, begin=checked, expected=frozenset({"maps.open", "maps.map"})),
+    "note": Operation(do_note, expected=frozenset({"create", "writev", "fsync", "link", "unlink"})),
     "stats": Operation(do_stats, expected=frozenset({"scandir", "entry.stat", "listdir", "stat"})),
 }
 

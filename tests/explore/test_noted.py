@@ -30,13 +30,15 @@ def test_without_notes_there_are_no_columns_of_them_but_for_who_names_one(cache)
 
 
 def test_who_looks_sees_every_row_with_its_notes(cache):
-    cache.exclude(["0:3", "1:5"])
+    cache.exclude(["0:3"], reason="blurred")
+    cache.exclude(["1:5"])
     cache.tag(["0:1", "0:3"], "hard")
     cache.tag("0:3", "odd")
     cache.annotate([(0, row) for row in range(16)], loss=np.arange(16))
     frame = explore.head(cache, 40)
-    assert list(frame) == ["_seq", "_row", "id", "image", "_excluded", "_tags", "loss"]
+    assert list(frame) == ["_seq", "_row", "id", "image", "_excluded", "_reason", "_tags", "loss"]
     assert frame.index[frame["_excluded"]].tolist() == [3, 21]
+    assert frame["_reason"].dropna().to_dict() == {3: "blurred", 21: ""}
     assert frame["_tags"].tolist()[:4] == [[], ["hard"], [], ["hard", "odd"]]
     assert frame["loss"].tolist()[:16] == [*range(16)]
     assert frame["loss"].isna().sum() == 24
@@ -49,6 +51,12 @@ def test_who_looks_sees_every_row_with_its_notes(cache):
     assert found["_row"].tolist() == [13, 14, 15]
     counts = explore.sql(cache, "select count(*) as n, sum(loss) as s from cache where not _excluded")
     assert counts.iloc[0].tolist() == [62, 117]
+    found = explore.sql(cache, "select _reason, count(*) as n from cache group by all order by all")
+    assert found["n"].tolist() == [1, 1, 62]
+    assert found["_reason"].tolist()[:2] == ["", "blurred"]
+    assert explore.to_pandas(cache, ["_reason"]).dropna()["_reason"].tolist() == ["blurred", ""]
+    cache.include("0:3")
+    assert explore.rows(cache, ["0:3", "1:5"])["_reason"].isna().tolist() == [True, False]
     with pytest.raises(ValueError, match="loss"):
         explore.sql(cache, "select lose from cache")
 
@@ -59,13 +67,24 @@ def test_a_column_of_the_cache_comes_before_a_note_of_its_name(tmp_path):
         writer.append({"label": 3, "_tags": 0.5})
     cache.tag("0:0", "hard")
     cache.annotate("0:0", Label=7)
-    assert explore.head(cache).iloc[0].tolist() == [0, 0, 3, 0.5, False, 7.0]
+    assert explore.head(cache).drop(columns="_reason").iloc[0].tolist() == [0, 0, 3, 0.5, False, 7.0]
     found = explore.sql(cache, "select * from cache")
-    assert list(found) == ["_seq", "_row", "label", "_tags", "_excluded", "Label_1"]
+    assert list(found) == ["_seq", "_row", "label", "_tags", "_excluded", "_reason", "Label_1"]
     assert found["Label_1"].tolist() == [7.0]
 
 
 def test_notes_are_columns_of_polars(cache):
     pytest.importorskip("polars", reason="polars is not installed")
     cache.tag("0:1", "hard")
+    cache.exclude("0:0", reason="dark")
     assert explore.to_polars(cache, limit=2)["_tags"].to_list() == [[], ["hard"]]
+    assert explore.to_polars(cache, limit=2)["_reason"].to_list() == ["dark", None]
+
+
+def test_a_relation_of_duckdb_names_rows(cache):
+    duckdb = pytest.importorskip("duckdb", reason="the extra explore is not installed")
+    frame = explore.head(cache, 20)[["_seq", "_row", "id"]]  # noqa: F841 - DuckDB finds it by its name
+    assert cache.exclude(duckdb.sql("select * from frame where id % 8 = 3")) == 3
+    assert explore.sql(cache, "select id from cache where _excluded")["id"].tolist() == [3, 11, 19]
+    with pytest.raises(ValueError, match="no column _seq"):
+        cache.exclude(duckdb.sql("select _row from frame"))

@@ -11,14 +11,16 @@ import sys
 import threading
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import xxhash
 from helpers import in_child, make_cache, publish, sample, wait_until
 
 import arrowcache as ac
+from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import NoteFile
-from arrowcache.storage.note_lines import VALUE, NoteLines, Rows
+from arrowcache.storage.note_lines import EXCLUDED, VALUE, NoteLines, Rows, Said, arrow_file
 from arrowcache.storage.notes import MARKS, VALUES, Notes
 
 SEGMENTS, ROWS = 4, 16
@@ -69,6 +71,13 @@ def annotate_one(path):
 def tag_until_full(cache, rows):
     for number in range(300):
         cache.tag(rows, f"tag {number}" * 100)
+
+
+def put_note(cache, data, kind=MARKS):
+    (cache.path / "notes").mkdir(exist_ok=True)
+    name = NoteFile(7, 7, 0, xxhash.xxh3_64_hexdigest(data), kind).name
+    (cache.path / "notes" / name).write_bytes(data)
+    return name
 
 
 def nbytes_of(cache):
@@ -171,7 +180,7 @@ def test_notes_on_rows_that_left_are_dropped_as_files_are_merged(cache):
     publish(cache, 1)
     cache.evict(1)
     cache.tag("4:0", "new")
-    assert nbytes_of(cache) < before / 10
+    assert nbytes_of(cache) < before / 5
 
 
 # wrong arguments
@@ -304,13 +313,29 @@ def test_marks_are_synced_and_values_are_not(cache, monkeypatch):
 
 
 def test_notes_of_a_newer_release_are_refused(cache):
-    lines = NoteLines.of(np.zeros((1, 2), np.int64), VALUE + 1, ["what is this"])
-    data = lines.pack()
+    notes = NoteLines.of(notes_of(cache)[1], ["what is this"], Said.of(np.array([3]), EXCLUDED))
+    notes.lines["what"] = VALUE + 1
     cache.exclude("0:0")
-    name = NoteFile(7, 7, 0, xxhash.xxh3_64_hexdigest(data), MARKS).name
-    (cache.path / "notes" / name).write_bytes(data)
+    put_note(cache, notes.pack())
     with pytest.raises(ac.CacheFormatError, match="does not know: use the release that wrote it"):
         excluded(cache)
+
+
+@pytest.mark.parametrize("kind", [MARKS, VALUES])
+@pytest.mark.parametrize("damage", ["no Arrow", "a row a line", "a row too few", "a text too few"])
+def test_a_file_that_somebody_else_wrote_is_an_error_that_names_it(cache, kind, damage):
+    """As one of a development version, where each line had one row."""
+    notes = NoteLines.of(notes_of(cache)[1], ["loss"], Said.of(np.arange(9), VALUE, 0, np.arange(9)))
+    data = {
+        "no Arrow": b"mine",
+        "a row a line": arrow_file(pa.schema([("seq", pa.int64())]), [np.zeros(1, np.int64)]),
+        "a row too few": notes._replace(arrays=(notes.arrays[0][1:], *notes.arrays[1:])).pack(),
+        "a text too few": notes._replace(texts=()).pack(),
+    }[damage]
+    name = put_note(cache, bytes(data), kind)
+    notes, rows = notes_of(cache)
+    with pytest.raises(ac.CacheFormatError, match=f"{name} has notes that this arrowcache does not know"):
+        _ = notes.excluded(rows) if kind == MARKS else notes.values(rows, "loss")
 
 
 def test_names_of_somebody_else_are_left_alone(cache):
@@ -392,8 +417,66 @@ def test_values_take_an_eighth_and_the_oldest_leave(tmp_path):
     assert np.isfinite(notes.values(rows, "value_11_29")).all()
     assert notes.excluded(rows)[0]
     assert nbytes_of(cache) <= cache.stats().capacity_bytes / 8 + 4096
-    with pytest.raises(ValueError, match="6400 values are more than an eighth of the cache's capacity holds"):
-        cache.annotate(ids, **{f"value_{number}": 1 for number in range(200)})
+    with pytest.raises(ValueError, match="19200 values are more than an eighth of the cache's capacity"):
+        cache.annotate(ids, **{f"value_{number}": 1 for number in range(600)})
+
+
+def test_that_values_left_is_told_once_with_the_way_out(tmp_path, caplog):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    rows = np.array([(seq, row) for seq in range(2) for row in range(16)])
+
+    def fill(turn):
+        cache.annotate(rows, **{f"value_{turn}_{number}": rows[:, 1] / 3 for number in range(200)})
+
+    with pytest.warns(RuntimeWarning) as told:  # noqa: PT031 - at which of these calls is no matter
+        for turn in range(6):
+            fill(turn)
+            Annotations.of(cache.store).flush()
+        cache.close()
+    (warning,) = told
+    assert "annotations of" in str(warning.message)
+    assert "all may take 128.0 KiB, an eighth of the capacity" in str(warning.message)
+    assert "cache.resize()" in str(warning.message)
+    assert warning.filename == __file__
+    assert len(caplog.messages) > 1
+    notes, _ = notes_of(ac.Cache.open(cache.path))
+    assert "value_5_199" in notes.names()
+    assert "value_0_0" not in notes.names()
+
+
+def test_more_values_in_one_call_than_fit_keep_the_last_rows(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 40)
+    rows = np.array([(seq, row) for seq in range(40) for row in range(16)])
+    cache.annotate(rows, **{f"value_{number}": rows[:, 1] / 3 for number in range(20)})
+    with pytest.warns(RuntimeWarning, match="the oldest annotations of"):
+        cache.close()
+    cache = ac.Cache.open(cache.path)
+    notes, there = notes_of(cache)
+    found = np.isfinite(notes.values(there, "value_7"))
+    assert found[-1]
+    assert not found[0]
+    assert nbytes_of(cache) <= cache.store.settings.capacity_bytes / 8
+
+
+def test_half_of_many_small_rows_are_excluded_in_a_bit_a_row(tmp_path):
+    """As lines of 25 bytes they would take nearly the whole cache."""
+    kinds = {"x": ac.Tensor("float32", (3,))}
+    cache = ac.Cache.create(tmp_path / "cache", kinds, "5MB", segment_bytes="64KiB")
+    with cache.writer() as writer:
+        writer.extend(x=np.zeros((250_000, 3), np.float32))
+    with cache.snapshot() as snapshot:
+        ids = snapshot.locate(np.random.default_rng(0).permutation(len(snapshot))[::2])
+    for _ in range(2):
+        assert cache.exclude(ids) == 125_000
+    assert nbytes_of(cache) < 250_000 / 8 + 64 * 128
+    with ac.Loader(cache, 64) as loader:
+        next(iter(loader))
+        assert loader.stats().unselected_rows == 125_000
+    cache.include(ids)
+    assert not Notes(cache.store).excluded(Rows.of(cache.store.segments())).any()
+    assert cache.verify() == []
 
 
 # who dies

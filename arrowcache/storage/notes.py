@@ -17,6 +17,7 @@ Must never: change a segment, or an epoch that is under way.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -106,7 +107,8 @@ class Notes:
         """Write lines as the newest file of a kind."""
         data = lines.pack()
         with self._store.locked():
-            number = 1 + max((file.last for file in self._store.folder.note_files()), default=-1)
+            last = max((file.last for file in self._store.folder.note_files()), default=0)
+            number = max(last + 1, time.time_ns())  # no number is given twice, also where the last file left
             digest = xxhash.xxh3_64_hexdigest(data)
             self._link(NoteFile(number, number, lines.newest, digest, kind), data, lines)
 

@@ -20,7 +20,7 @@
 /* Weights, and a tree over them. */
 typedef struct {
     const float *weights; /* (rows) */
-    int64_t rows;         /* at least 1 */
+    int64_t rows;
     int64_t level_count;
     /* The top first, which has up to DRAW_FAN ends. Each has the sums up to the ends of its blocks, then infinity up to
        a multiple of DRAW_FAN. The last one has an end for DRAW_FAN rows, each other one for DRAW_FAN ends below. */

@@ -28,7 +28,7 @@ class Table:
     Blocks: while it adds them, a second for 10^9.
 
     Args:
-        weights: (rows,) float32, contiguous, at least one. They do not change any more.
+        weights: (rows,) float32, contiguous. They do not change any more.
 
     Attributes:
         bad: the first row whose weight is below 0, infinite or NaN, by which nothing can be drawn; else -1.
@@ -47,7 +47,7 @@ class Table:
             self._made.levels[number] = address_of(level)
         self.address = ctypes.addressof(self._made)
         self.bad: int = library.draw_fill(self.address)
-        self.total: np.float64 = self._levels[-1][counts[-1] - 1]
+        self.total: float = self._levels[-1][counts[-1] - 1] if len(weights) else 0.0
 
 
 def _level(ends: int) -> NDArray[np.float64]:

@@ -55,18 +55,17 @@ class Weighing:
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
-        heaviest = np.fmax.reduce(found, initial=0)
-        if self._values is not None and np.isnan(found.max(initial=0)):
-            heaviest = heaviest or np.float32(1)
-            np.copyto(found, heaviest, where=np.isnan(found))
         weights = Weights(found)
-        if len(found) and (bad := weights.table.bad) >= 0:
+        if self._values is not None and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
+            np.copyto(found, np.fmax.reduce(found, initial=0) or np.float32(1), where=np.isnan(found))
+            weights = Weights(found)
+        if (bad := weights.table.bad) >= 0:
             where = snapshot.locate(selected.ids(np.array([bad])))
             row = RowId(int(where["_seq"][0]), int(where["_row"][0]))
             raise ValueError(
                 f"row {row} has the weight {found[bad]}: a weight is a finite number, at least 0"
             )
-        if not heaviest:
+        if not weights.table.total:
             raise ValueError(f"all {len(found)} rows have the weight 0: give some more, to be drawn")
         return weights
 

@@ -77,6 +77,7 @@ def test_all_weight_on_one_row_draws_this_row(rows):
         weights[row] = TINY
         assert (drawn(weights, 0, 100) == row).all()
         assert Table(weights).total == TINY
+    assert (Table(weights[:0]).bad, Table(weights[:0]).total) == (-1, 0)
 
 
 @pytest.mark.parametrize("value", [-1, -TINY, np.inf, -np.inf, np.nan])

@@ -27,7 +27,7 @@ except ImportError:  # `python arrowcache/native/build.py` needs only a compiler
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libengine.so"
-SOURCES = tuple(FOLDER / name for name in ("engine.c", "chunks.c", "files.c", "maps.c", "order.c"))
+SOURCES = tuple(FOLDER / name for name in ("engine.c", "chunks.c", "files.c", "maps.c", "order.c", "draw.c"))
 HEADERS = tuple(path.with_suffix(".h") for path in SOURCES)
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 PLATFORM_VARIABLE = "ARROWCACHE_WHEEL_PLATFORM"  # a wheel's platform tag, for releases

@@ -32,7 +32,7 @@
 
 #include <stdint.h>
 
-#define ENGINE_VERSION 3 /* of this header's structures: the caller compares it with `engine_version` */
+#define ENGINE_VERSION 4 /* of this header's structures: the caller compares it with `engine_version` */
 
 /* A file and the rows in it. */
 typedef struct {

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 3  # ENGINE_VERSION of the matching headers
+VERSION = 4  # ENGINE_VERSION of the matching headers
 PATH = Path(__file__).with_name("libengine.so")
 
 

@@ -5,7 +5,7 @@
 
 enum {
     LANES = 8, /* values that are mapped at a time, so that none waits for another one's multiplication */
-    BATCH = 64 /* places that are looked at at a time */
+    BATCH = DRAW_PLACES /* places that are looked at at a time */
 };
 
 __extension__ typedef unsigned __int128 uint128;
@@ -145,6 +145,10 @@ static void order_runs(const order_pass *pass, int64_t first, int64_t count, int
 /* Of up to BATCH places. */
 static void order_some(const order_pass *pass, int64_t first, int64_t count, int64_t *rows)
 {
+    if (pass->draws) {
+        draw_rows(pass->draws, pass->draw_key, first, count, rows);
+        return;
+    }
     if (pass->run_rows) {
         order_runs(pass, first, count, rows);
         return;

@@ -20,7 +20,7 @@
 #ifndef ARROWCACHE_ORDER_H
 #define ARROWCACHE_ORDER_H
 
-#include <stdint.h>
+#include "draw.h"
 
 #define ORDER_KEYS 32 /* of a stage: one a round, of the most rounds */
 
@@ -42,6 +42,9 @@ typedef struct {
     int64_t steps;
     const int64_t *starts; /* (steps) of places, ascending; the first is 0 */
     const int64_t *shifts; /* (steps) what is added from there on */
+
+    const draw_table *draws; /* if there is one, each place gets a row that is drawn, and nothing above counts */
+    uint64_t draw_key;
 } order_pass;
 
 /* Write the rows at `count` places from `first` on, then at those from `first + apart` on, and so on: `times` times. */

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.native.draw import Table
 from arrowcache.native.library import address_of, declare, library, quick
 
 KEYS = 32  # ORDER_KEYS of the header
@@ -22,7 +23,8 @@ class _PassStruct(ctypes.Structure):
     _fields_ = (
         ("stages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stage_count", "run_rows", "steps")),
-        *((name, ctypes.c_void_p) for name in ("starts", "shifts")),
+        *((name, ctypes.c_void_p) for name in ("starts", "shifts", "draws")),
+        ("draw_key", ctypes.c_uint64),
     )
 
 
@@ -52,16 +54,31 @@ class Runs(NamedTuple):
     shifts: NDArray[np.int64]
 
 
+class Drawn(NamedTuple):
+    """Rows that are drawn with replacement, in place of an order.
+
+    Args:
+        table: the weights; one is above 0.
+        key: selects the draws.
+    """
+
+    table: Table
+    key: int
+
+
 class Pass:
     """All rows in some order: returns the rows at any places. Several threads may ask at once.
 
     Args:
-        rows: number of rows, at most 2**62.
+        rows: number of rows, or of draws, at most 2**62.
         stages: shuffles of the places, one after another. Without any, row i is at place i.
         runs: if given, the stages shuffle whole runs, rows // runs.run_rows places.
+        drawn: if given, the rows are drawn, without stages or runs.
     """
 
-    def __init__(self, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
+    def __init__(
+        self, rows: int, *stages: Stage, runs: Runs | None = None, drawn: Drawn | None = None
+    ) -> None:
         self.rows = rows
         table = (_StageStruct * len(stages))(
             *[
@@ -73,7 +90,9 @@ class Pass:
         if runs is not None:
             made.run_rows, made.steps = runs.run_rows, len(runs.starts)
             made.starts, made.shifts = address_of(runs.starts), address_of(runs.shifts)
-        self._keep = made, table, stages, runs
+        if drawn is not None:
+            made.draws, made.draw_key = drawn.table.address, drawn.key
+        self._keep = made, table, stages, runs, drawn
         self._at = ctypes.addressof(made)
 
     def __call__(self, first: int, count: int, times: int = 1, apart: int = 0) -> NDArray[np.int64]:

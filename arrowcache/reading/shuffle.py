@@ -23,7 +23,7 @@ import numpy as np
 from numpy.random import SeedSequence  # here: NumPy loads it late, and the first batch would wait
 from numpy.typing import ArrayLike, NDArray
 
-from arrowcache.native.order import KEYS, Pass, Runs, Stage
+from arrowcache.native.order import KEYS, Drawn, Pass, Runs, Stage
 
 ORDER_VERSION = 2  # 1: permutations were drawn with NumPy, in 0.1.0
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
@@ -32,8 +32,15 @@ _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(s
 class RowOrder(Pass):
     """One pass over all rows of some segments: a bijection of places to row ids."""
 
-    def __init__(self, segments: int, rows: int, *stages: Stage, runs: Runs | None = None) -> None:
-        super().__init__(rows, *stages, runs=runs)
+    def __init__(
+        self,
+        segments: int,
+        rows: int,
+        *stages: Stage,
+        runs: Runs | None = None,
+        drawn: Drawn | None = None,
+    ) -> None:
+        super().__init__(rows, *stages, runs=runs, drawn=drawn)
         self._segments = segments
 
     def span(self, place: int) -> range:  # noqa: ARG002 - here the same everywhere

@@ -55,22 +55,19 @@ class Weighing:
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
-        if self._values is not None:
-            is_new = np.isnan(found)
-            if is_new.any():
-                heaviest = found.max(where=~is_new, initial=0)
-                found[is_new] = heaviest or 1.0
-        weights = found
-        if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # NaN, too
-            number = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
-            where = snapshot.locate(selected.ids(np.array([number])))
+        weights = Weights(found)
+        if self._values is not None and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
+            np.copyto(found, np.fmax.reduce(found, initial=0) or np.float32(1), where=np.isnan(found))
+            weights = Weights(found)
+        if (bad := weights.table.bad) >= 0:
+            where = snapshot.locate(selected.ids(np.array([bad])))
             row = RowId(int(where["_seq"][0]), int(where["_row"][0]))
             raise ValueError(
-                f"row {row} has the weight {found[number]}: a weight is a finite number, at least 0"
+                f"row {row} has the weight {found[bad]}: a weight is a finite number, at least 0"
             )
-        if not weights.max(initial=0):
-            raise ValueError(f"all {len(weights)} rows have the weight 0: give some more, to be drawn")
-        return Weights(weights)
+        if not weights.table.total:
+            raise ValueError(f"all {len(found)} rows have the weight 0: give some more, to be drawn")
+        return weights
 
 
 def require_weights(weights: object, schema: Schema) -> object:

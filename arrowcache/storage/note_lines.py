@@ -237,6 +237,11 @@ class NoteLines(NamedTuple):
         """The newest segment that it has a note on."""
         return int(self.lines["seq"].max(initial=0))
 
+    def since(self, seq: int) -> NoteLines:
+        """Its lines on a segment and later ones."""
+        _, later = self._split(np.array([seq]))
+        return later
+
     def of_rows(self, rows: Rows, *whats: int, text: str | None = None) -> Iterator[Said]:
         """Read what its lines say of rows that are there, some at a time.
 

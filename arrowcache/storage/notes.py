@@ -17,6 +17,7 @@ Must never: change a segment, or an epoch that is under way.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
@@ -142,7 +143,8 @@ class Notes:
     def _write(self, kind: str, lines: NoteLines, data: bytes) -> None:
         """Write lines as the newest file of a kind."""
         with self._store.locked():
-            number = 1 + max((file.last for file in self._store.folder.note_files()), default=-1)
+            last = max((file.last for file in self._store.folder.note_files()), default=0)
+            number = max(last + 1, time.time_ns())  # no number is given twice, also where the last file left
             self._link(NoteFile(number, number, lines.newest, _digest(data), kind), data, lines)
 
     def merge(self, kind: str) -> None:

@@ -64,16 +64,19 @@ def row_ids(ids: object) -> NDArray[np.int64]:
     if names is None and hasattr(ids, "keys") and not hasattr(ids, "dtype"):  # a Series has keys
         names = ids.keys()
     if names is not None:
-        found = np.stack(_columns(ids, [str(name) for name in names]), axis=1)
+        columns = _columns(ids, [str(name) for name in names])
+        found = np.empty((len(columns[0]), 2), np.int64)
+        found[:, 0], found[:, 1] = columns
     elif isinstance(ids, str) or (isinstance(ids, tuple) and _is_pair(ids)):
         found = np.array([_pair(ids, "ids")], np.int64)
     elif not isinstance(ids, Iterable):
         raise TypeError(f"ids={ids!r}: name rows by {_FORMS}, several of these, or columns _seq and _row")
     else:
         found = _rows(ids)
-    if (bad := np.flatnonzero((found < 0).any(axis=1))).size:
-        seq, row = found[bad[0]].tolist()
-        raise ValueError(f"ids[{bad[0]}] is {seq}:{row}: a row id has no negative number")
+    if found.min(initial=0) < 0:
+        at = int((found < 0).any(axis=1).argmax())
+        seq, row = found[at].tolist()
+        raise ValueError(f"ids[{at}] is {seq}:{row}: a row id has no negative number")
     return found
 
 
@@ -95,7 +98,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     if array.ndim != 1:
         raise ValueError(f"ids: column {name!r} has shape {array.shape}: each row has one")
     if array.dtype.kind in "iu":
-        return array.astype(np.int64)
+        return array.astype(np.int64, copy=False)
     if array.dtype.kind == "f" and len(array):  # as a join in pandas makes of integers
         at = int((~np.isfinite(array)).argmax())
         raise TypeError(

@@ -149,6 +149,7 @@ def test_an_sdist_has_all_that_the_wheel_has_and_the_tests(built, tmp_path):
         "Makefile", "pyproject.toml", "constraints/newest.txt", "tests/install/test_install.py",
         "arrowcache/native/engine.c", "arrowcache/native/engine.h", "arrowcache/native/build.py",
         "arrowcache/native/order.c", "arrowcache/native/order.h",
+        "arrowcache/native/draw.c", "arrowcache/native/draw.h",
         "arrowcache/native/maps.c", "arrowcache/native/maps.h",
     ):  # fmt: skip
         assert (source / needed).exists()

@@ -1,4 +1,4 @@
-"""The C of the engine and of orders: no compiler warns, and sanitizers of memory and of threads find nothing.
+"""The C of engine, orders and draws: no compiler warns, and sanitizers of memory and threads find nothing.
 
 Each sanitizer is shown to see a defect that is put into the source on purpose.
 """
@@ -59,6 +59,7 @@ WITHOUT_AN_ORDER = {
 
 A_LANE_TOO_MANY = {"for (; lanes < LANES && next": "for (; lanes <= LANES && next"}
 A_KEY_TOO_MANY = {"rounds < ORDER_KEYS ? rounds : ORDER_KEYS": "ORDER_KEYS + 2"}
+A_WEIGHT_TOO_MANY = {"of->weights[least(i, last)]": "of->weights[i]"}
 NO_LEFT_HALF = {"half = bits > 1 ? bits / 2 : 1": "half = 0"}
 
 
@@ -167,8 +168,10 @@ def test_a_row_out_of_range_that_the_engine_does_not_see_is_found(tmp_path):
 
 ONE_ORDER = """
 import numpy as np
-from arrowcache.native.order import KEYS, Pass, Stage
+from arrowcache.native.draw import Table
+from arrowcache.native.order import KEYS, Drawn, Pass, Stage
 print(Pass(1000, Stage(np.array([0, 1000]), np.arange(KEYS, dtype=np.uint64)))(0, 1000))
+print(Pass(1000, drawn=Drawn(Table(np.ones(1003, np.float32)), 0))(0, 1000))
 """
 
 
@@ -178,9 +181,10 @@ print(Pass(1000, Stage(np.array([0, 1000]), np.arange(KEYS, dtype=np.uint64)))(0
     [
         (A_LANE_TOO_MANY, "runtime error: index 8 out of bounds|AddressSanitizer: stack-buffer-overflow"),
         (A_KEY_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
+        (A_WEIGHT_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
         (NO_LEFT_HALF, "runtime error: shift exponent 64 is too large"),
     ],
-    ids=["a lane too many", "a key too many", "no left half"],
+    ids=["a lane too many", "a key too many", "a weight too many", "no left half"],
 )
 def test_a_defect_of_the_order_is_found(defect, words, tmp_path):
     code, output = run(sys.executable, "-c", ONE_ORDER, **package_with(defect, tmp_path))

@@ -24,9 +24,9 @@ MOST_BYTES = 150_000  # of a picture
 
 FREEZE_IF_BUSY = """
 const monitor = document.querySelector(".arrowcache-monitor");
-const texts = (selector) => Array.from(monitor?.querySelectorAll(selector) ?? []).map((e) => e.innerText);
-const isBusy = texts(".leases").length && !texts(".waiting").length && !texts(".rate b").includes("0 B/s");
-const isWellOnItsWay = texts(".loaders td:nth-child(3)").some((epochs) => Number(epochs) > arguments[0]);
+const text = monitor?.innerText ?? "";
+const isBusy = text.includes("Leases:") && text.includes("no writer waits") && !text.includes("\\t0 B/s");
+const isWellOnItsWay = Number(text.match(/: (\\d+) epochs?,/)?.[1]) > arguments[0];
 if (isBusy && isWellOnItsWay) monitor.replaceWith(monitor.cloneNode(true));
 return Boolean(isBusy && isWellOnItsWay);
 """

@@ -24,7 +24,7 @@ The names below are imported when they are first used, so that importing this pa
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,12 +70,29 @@ __all__ = [
     "watch",
 ]  # fmt: skip
 
+_HOMES = {
+    **dict.fromkeys(("head", "sample", "rows", "to_pandas", "to_polars"), "frames"),
+    "sql": "query",
+    "describe": "summary",
+    **dict.fromkeys(("duplicates", "drift"), "compare"),
+    **dict.fromkeys(("similar", "map_of"), "neighbours"),
+    **dict.fromkeys(("export_parquet", "import_parquet"), "exchange"),
+    "picture": "pictures",
+    "gallery": "galleries",
+    **dict.fromkeys(("Observation", "observe"), "observation"),
+    "History": "history",
+    "open": "explorer",
+    "monitor": "widget",
+    "watch": "terminal",
+}
+_HOMES |= {name: "plots" for name in __all__ if name.startswith("plot_")}
+
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(_module_of(name), name)
+        value = getattr(import_module(f"arrowcache.explore.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "arrowcache":
             raise
@@ -87,66 +104,6 @@ def __getattr__(name: str) -> object:
         ) from error
     globals()[name] = value  # also over the module of that name, which the import has put there
     return value
-
-
-def _module_of(name: str) -> ModuleType:
-    match name:
-        case "head" | "sample" | "rows" | "to_pandas" | "to_polars":
-            from arrowcache.explore import frames
-
-            return frames
-        case "sql":
-            from arrowcache.explore import query
-
-            return query
-        case "describe":
-            from arrowcache.explore import summary
-
-            return summary
-        case "duplicates" | "drift":
-            from arrowcache.explore import compare
-
-            return compare
-        case "similar" | "map_of":
-            from arrowcache.explore import neighbours
-
-            return neighbours
-        case "export_parquet" | "import_parquet":
-            from arrowcache.explore import exchange
-
-            return exchange
-        case "picture":
-            from arrowcache.explore import pictures
-
-            return pictures
-        case "gallery":
-            from arrowcache.explore import galleries
-
-            return galleries
-        case "observe" | "Observation":
-            from arrowcache.explore import observation
-
-            return observation
-        case "History":
-            from arrowcache.explore import history
-
-            return history
-        case "open":
-            from arrowcache.explore import explorer
-
-            return explorer
-        case "monitor":
-            from arrowcache.explore import widget
-
-            return widget
-        case "watch":
-            from arrowcache.explore import terminal
-
-            return terminal
-        case _:
-            from arrowcache.explore import plots
-
-            return plots
 
 
 def __dir__() -> list[str]:

@@ -25,7 +25,7 @@ MOST_BYTES = 150_000  # of a picture
 FREEZE_IF_BUSY = """
 const monitor = document.querySelector(".arrowcache-monitor");
 const text = monitor?.innerText ?? "";
-const isBusy = text.includes("Leases:") && text.includes("no writer waits") && !text.includes("\\t0 B/s");
+const isBusy = text.includes("Leases:") && text.includes("no writer waits") && !text.includes(" 0 B/s");
 const isWellOnItsWay = Number(text.match(/: (\\d+) epochs?,/)?.[1]) > arguments[0];
 if (isBusy && isWellOnItsWay) monitor.replaceWith(monitor.cloneNode(true));
 return Boolean(isBusy && isWellOnItsWay);
@@ -63,7 +63,7 @@ def main() -> int:
         laboratory.wait_until(
             lambda: laboratory.browser.execute_script(FREEZE_IF_BUSY, EPOCHS), "a busy monitor"
         )
-        (monitor,) = laboratory.output("monitor-code", ".arrowcache-monitor")
+        (monitor,) = laboratory.output("monitor-code", ".arrowcache-monitor .widget-html-content > div")
         save("monitor", laboratory.screenshot(monitor))
         laboratory.wait_until(laboratory.has_run, "all cells")
         (gallery,) = laboratory.output("gallery-code", ".jp-RenderedHTMLCommon > div")

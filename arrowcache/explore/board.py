@@ -30,11 +30,10 @@ def board_of(history: History, error: str | None = None, path: object = "", is_l
     if error is not None:
         parts.append(error)
     if seen is not None:
-        rates = _rates(history)
-        parts += [
-            *seen.stats.parts(),
-            Facts([(name, f"{_newest(rates[name])}  {sparks(rates[name])}") for name in rates]),
+        facts = [
+            (name, f"{sparks(rates)}  {_newest(rates)}".lstrip()) for name, rates in _rates(history).items()
         ]
+        parts += [*seen.stats.parts(), Facts(facts)]
         for title, nothing, rows in (
             ("Leases", "nothing is leased", [_lease(lease, seen) for lease in seen.leases]),
             ("Samplers at work", "no sampler is seen at work", [*map(_sampler, seen.samplers)]),

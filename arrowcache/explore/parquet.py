@@ -20,10 +20,11 @@ import pyarrow.parquet as pq
 
 from arrowcache.arrow.foreign import kind_of, require_fields, values_of
 from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
+from arrowcache.explore.noted import EXCLUDED, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
@@ -35,6 +36,7 @@ from arrowcache.units import format_count
 
 _GROUP_BYTES = 16 << 20  # of what is imported at a time
 _MOST_ROWS = 1 << 16
+_OF_ROWS = (*RESERVED_NAMES, EXCLUDED, TAGS)  # what a DataFrame of another cache says of its rows there
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file; all else is no reason to take it back
 
 
@@ -260,7 +262,8 @@ def _damaged(path: Path, error: Exception) -> Exception:
 def _schema_of(path: Path) -> Schema:
     with _open(path) as file:
         try:
-            return Schema({field.name: kind_of(field) for field in file.schema_arrow})
+            fields = [field for field in file.schema_arrow if field.name not in _OF_ROWS]
+            return Schema({field.name: kind_of(field) for field in fields})
         except (SchemaError, ValueError) as error:
             raise SchemaError(f"{path}: {error}") from None
 

@@ -431,6 +431,13 @@ def test_info_says_what_is_there_and_who_uses_it(call, cache):
     assert ac.Schema.from_json(facts["schema"]) == cache.schema
 
 
+def test_info_says_how_many_rows_are_excluded_or_tagged(call, cache):
+    cache.exclude(["0:1", "3:2"])
+    cache.tag(["3:2"], "hard")
+    notes = [value for name, value in table(call("info", cache.path)[1])[1:] if name == "notes"]
+    assert notes == ["2 rows excluded", "1 row tagged hard"]
+
+
 def test_info_of_an_empty_cache(call, tmp_path):
     make_cache(tmp_path / "empty")
     assert "0 (none)" in call("info", tmp_path / "empty")[1]

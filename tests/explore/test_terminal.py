@@ -59,9 +59,9 @@ def test_it_shows_fill_rates_leases_and_loaders(cache):
     assert "12 segments, 192 rows" in text
     assert all(part in text for part in str(cache.stats().parts()[0]).split(", ")[:3])
     assert " leased " in text
-    assert re.search(r"published +[1-9][\d.]* .*B/s  █\n", text)
-    assert re.search(r"delivered +[1-9][\d.]* .*B/s  █\n", text)
-    assert re.search(r"evicted +0 B/s  ▁\n", text)
+    assert re.search(r"published +█  [1-9][\d.]* .*B/s\n", text)
+    assert re.search(r"delivered +█  [1-9][\d.]* .*B/s\n", text)
+    assert re.search(r"evicted +▁  0 B/s\n", text)
     assert re.search(rf"{os.getpid()} +.*: 2 segments \(8 to 9\), ", text)
     assert re.search(rf"{os.getpid()} +.*: 1 epoch, 10 batches, ", text)
     assert "no writer waits for room" in text

@@ -34,7 +34,7 @@ new MutationObserver(() => {
   window.seen.push({
     text,
     fill: found(/ segments, .* rows, (.*) of /),
-    published: found(/published\\s+(.*B.s)/),
+    published: found(/published\\s+[▁-█]+ +(.*B.s)/),
     line: found(/([▁-█]+)/),
     leases: found(/Leases:([^]*)Samplers at work/),
     loaders: found(/Loaders:([^]*)/),

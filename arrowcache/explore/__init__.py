@@ -9,7 +9,7 @@
     walk.py, traceback.py, numbers.py, distribution.py, plain.py    what these have in common
     pictures.py     picture: a value, drawn small; drawing.py and reduction.py are how
     galleries.py    gallery: many of them, by the values of another column
-    observation.py  observe: what one sees of a cache from outside; history.py: of many such looks
+    observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
     plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps
     board.py, lookout.py    what a live monitor shows, and how it is kept up to date
     widget.py       monitor: live, in a notebook

@@ -113,35 +113,23 @@ def plot_ages(
     return _with_legend(ax)
 
 
-def plot_reuse(history: History, *, ax: Axes | None = None) -> Axes:
-    """How many leases were seen on segments: how often each was read, about.
-
-    It counts the segments of the cache and those evicted since the history began. An epoch is one lease, and
-    so is any snapshot; each worker process of a loader has one of its own. A lease that came and went between
-    two observations is not counted, unless it was an epoch of a loader that reads on; nor is any before the
-    first.
-    """
-    _require_moments(history)
-    reuse = history.reuse
+def plot_reuse(cache: Source, *, ax: Axes | None = None) -> Axes:
+    """How many epochs read the segments that are in the cache: segments by epochs."""
+    store = store_of(cache)
+    epochs = store.usage.served(np.array([segment.seq for segment in store.survey().segments], np.int64))
     ax = _axes(ax, "Reuse of segments", "segments")
-    ax.set_xlabel("leases seen")
-    ax.bar(list(reuse), list(reuse.values()))
+    ax.set_xlabel("epochs that read them")
+    ax.bar(*np.unique(epochs, return_counts=True))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return ax
 
 
 def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
-    """The share of evicted segments on which no lease was seen, over time, since the history began.
-
-    Only of segments that were published since: of older ones nobody knows who read them. A lease that came
-    and went between two observations is unseen, so the share is an upper bound.
-    """
+    """The share of the rows evicted so far that no epoch had read, over time."""
     _require_moments(history)
-    known = np.cumsum([moment.evicted_known for moment in history])
-    unread = np.cumsum([moment.evicted_unread for moment in history])
-    ax = _axes(ax, "Evicted unread", "% of evicted segments")
-    when = _dates([moment.time for moment in history])
-    ax.plot(when, np.where(known > 0, 100 * unread / np.maximum(known, 1), np.nan), label="never leased")
+    ax = _axes(ax, "Evicted unread", "% of evicted rows")
+    shares = [100 * moment.stats.unread_share for moment in history]
+    ax.plot(_dates([moment.time for moment in history]), shares, label="never read")
     ax.set_ylim(0, 100)
     return _over_time(ax)
 

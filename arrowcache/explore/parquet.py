@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,7 +29,7 @@ from arrowcache.explore.noted import EXCLUDED, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
-from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings
+from arrowcache.storage.layout import CACHE_JSON, Settings
 from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
 from arrowcache.storage.sizing import settings_of
 from arrowcache.storage.store import Store
@@ -170,40 +171,26 @@ class ParquetImport:
         self._ingest.close()  # else somebody writes to it
         self.target.remove_if_unused()
         text = f"{error}" if str(error).startswith(str(path)) else f"{path}: {error}"
+        rows = format_count(sum(segment.rows for segment in leased), "row")
+        stays = f", but for {rows} that a reader leases" if leased else ""
         kind = next(kind for kind in _FAULTS if isinstance(error, kind))
-        return kind(f"{text}; {self._left(count, leased)}")
-
-    def _left(self, count: int, leased: list[SegmentInfo]) -> str:
-        """What a bad file leaves in the cache, and how to go on."""
-        again = "repair it or leave it out, and import again"
-        stays = ""
-        if leased:
-            rows = sum(segment.rows for segment in leased)
-            stays = f" ({format_count(rows, 'row')} of its segments stay, since a reader leases them)"
-        if not count:
-            cache = "no cache was made" if self.target.store is None else "none of its rows is in the cache"
-            return f"nothing was imported, {cache}{stays}: {again}"
-        rows = sum(self._rows[path] for path in self._paths[:count])
-        files = format_count(count, "file")
-        verb = "is" if rows == 1 else "are"
-        return (
-            f"{format_count(rows, 'row')} of the {files} before it {verb} imported, and none of its own"
-            f"{stays}: {again}; what is in the cache does not come twice"
+        return kind(
+            f"{text}; {self._so_far()}, and none of this file stays{stays}: "
+            "repair it or leave it out, and import again"
         )
 
     def _counted(self, error: ArrowCacheError | OSError) -> Exception:
         """The same error with what was imported before it."""
-        rows = self.imported.rows
-        if rows:
-            text = (
-                f"{rows:,} of {self.rows - self.rows_there:,} rows were imported: "
-                "import the same files again to go on with the others"
-            )
-        else:
-            text = "nothing was imported" + (", no cache was made" if self.target.store is None else "")
+        more = ": import the same files again to go on with the others" if self.imported.rows else ""
+        text = f"{self._so_far()}{more}"
         if isinstance(error, OSError) and error.errno is not None:
             return OSError(error.errno, f"{error.strerror}; {text}", error.filename)
         return type(error)(f"{error}; {text}")
+
+    def _so_far(self) -> str:
+        if self.imported.rows:
+            return f"{self.imported.rows:,} of {self.rows - self.rows_there:,} rows were imported"
+        return "nothing was imported" + (", no cache was made" if self.target.store is None else "")
 
     def _refuse(self) -> None:
         files = "the file" if len(self._paths) == 1 else f"the {len(self._paths)} files"
@@ -283,20 +270,15 @@ def _checked_rows(path: Path, schema: Schema) -> int:
 
 def _batches(path: Path, schema: Schema, first: int, stop: int) -> Iterator[pa.RecordBatch]:
     """A file's rows from `first` to `stop`, some MB at a time."""
-    rows = max(1, min(_MOST_ROWS, _GROUP_BYTES // max(1, row_bytes(schema))))
     with _open(path) as file:
-        groups: list[int] = []  # that have these rows
-        start, at, largest = 0, 0, 0  # the row that they begin with; that of a group; bytes of one
-        for group in range(file.num_row_groups):
-            found = file.metadata.row_group(group)
-            if at < stop and at + found.num_rows > first:
-                start = start if groups else at
-                groups.append(group)
-                largest = max(largest, found.total_byte_size)
-            at += found.num_rows
-        rows = max(1, min(rows, file.metadata.num_rows * _GROUP_BYTES // max(1, largest)))
+        found = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+        starts = np.cumsum([0, *(group.num_rows for group in found)])
+        groups = [at for at in range(len(found)) if starts[at] < stop and starts[at + 1] > first]
+        largest = max((found[at].total_byte_size / max(1, found[at].num_rows) for at in groups), default=1)
+        rows = int(min(_MOST_ROWS, _GROUP_BYTES // max(1, row_bytes(schema), largest)))
+        start = starts[groups[0]] if groups else 0
         try:
-            for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=list(schema)):
+            for batch in file.iter_batches(max(1, rows), row_groups=groups, columns=list(schema)):
                 wanted = batch.slice(max(0, first - start), max(0, stop - max(start, first)))
                 start += batch.num_rows
                 if wanted.num_rows:

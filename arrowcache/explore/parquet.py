@@ -29,7 +29,7 @@ from arrowcache.explore.noted import EXCLUDED, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
-from arrowcache.storage.layout import CACHE_JSON, Settings
+from arrowcache.storage.layout import CACHE_JSON
 from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
 from arrowcache.storage.sizing import settings_of
 from arrowcache.storage.store import Store
@@ -41,44 +41,11 @@ _OF_ROWS = (*RESERVED_NAMES, EXCLUDED, TAGS)  # what a DataFrame of another cach
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file; all else is no reason to take it back
 
 
-class Target:
-    """The cache to import into.
-
-    Args:
-        settings: the cache's, or those that it will have.
-        store: None: it is made when it is first opened, by `create`, at `path`.
-    """
-
-    def __init__(
-        self, path: Path, settings: Settings, store: Store | None, create: partial[Cache] | None = None
-    ) -> None:
-        self.path, self.settings, self.store = path, settings, store
-        self._create = create
-        self._made: list[Path] | None = None
-
-    @property
-    def was_made(self) -> bool:
-        """By `open`, and it is still there."""
-        return self._made is not None
-
-    def open(self) -> Store:
-        if self.store is None:
-            assert self._create is not None
-            folders = new_folders(self.path)
-            self.store = self._create().store
-            self._made = folders
-        return self.store
-
-    def remove_if_unused(self) -> None:
-        """Have what `open` made vanish, unless anything was published in it."""
-        if self._made is not None and self.store is not None and remove_unused(self.store, self._made):
-            self.store = self._made = None
-
-
 class ParquetImport:
     """Files to be imported. What can be checked without reading a row is checked first, and nothing is made.
 
-    Arguments and what is raised: as those of `import_parquet`.
+    Arguments and what is raised: as those of `import_parquet`. `store` is None before the cache is made;
+    `was_made`: this import made it, and it is still there.
     """
 
     def __init__(
@@ -96,11 +63,27 @@ class ParquetImport:
         if not self._paths:
             raise ValueError("files is empty: name at least one")
         wanted = schema if schema is None or isinstance(schema, Schema) else Schema(schema)
-        self.target = _target(cache, self._paths[0], wanted, capacity, segment_bytes)
-        self._schema = self.target.settings.schema
+        self.store: Store | None = None
+        self.was_made = False
+        self._create: partial[Cache] | None = None
+        if isinstance(cache, str | os.PathLike) and capacity is not None:
+            path = Path(cache).absolute()
+            if not os.path.lexists(path / CACHE_JSON):
+                is_free(path)
+                wanted = wanted or _schema_of(self._paths[0])
+                settings = settings_of(wanted, capacity, segment_bytes, None, 0.1, False)
+                self._create = partial(Cache.create, path, wanted, capacity, segment_bytes)
+                self._folders = new_folders(path)
+        if self._create is None:
+            self.store = store_of(cache)
+            settings = self.store.settings
+            if wanted is not None and dict(wanted) != dict(settings.schema):
+                differs = difference(settings.schema, wanted)
+                raise SchemaError(f"{self.store.folder.path} has another schema: {differs}")
+        self._schema = settings.schema
         self._rows = {path: _checked_rows(path, self._schema) for path in self._paths}
         nonce = uuid.uuid4().hex[:8] if again else ""
-        self._ingest = Ingest(self.target.settings, self.target.open, "parquet", again=nonce)
+        self._ingest = Ingest(settings, self.open, "parquet", again=nonce)
         self.rows_there = 0  # that were in already
         self.rows_returned = 0  # that are imported, had been before, and had left
 
@@ -114,11 +97,24 @@ class ParquetImport:
         """What was published so far."""
         return self._ingest.published
 
+    def open(self) -> Store:
+        """The store of the cache, which is made now unless it is there."""
+        if self.store is None:
+            assert self._create is not None
+            self.store = self._create().store
+            self.was_made = True
+        return self.store
+
+    def _remove_if_unused(self) -> None:
+        """Have what `open` made vanish, unless anything was published in it."""
+        if self.was_made and self.store is not None and remove_unused(self.store, self._folders):
+            self.store, self.was_made = None, False
+
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
         try:
             with self._ingest, progress_bar(progress, desc="importing", unit=" rows") as bar:
-                if self.target.store is not None:
+                if self.store is not None:
                     self._ingest.open()
                 for count, path in enumerate(self._paths):
                     digest = fingerprint(path)
@@ -127,14 +123,10 @@ class ParquetImport:
                     except _FAULTS as error:
                         raise self._given_up(path, digest, count, error) from None
                 self._ingest.publish()
-        except _FAULTS:
-            self.target.remove_if_unused()
-            raise
-        except (ArrowCacheError, OSError) as error:
-            self.target.remove_if_unused()
-            raise self._counted(error) from error.__cause__
-        except BaseException:  # Ctrl-C
-            self.target.remove_if_unused()
+        except BaseException as error:
+            self._remove_if_unused()
+            if isinstance(error, ArrowCacheError | OSError) and not isinstance(error, _FAULTS):
+                raise self._counted(error) from error.__cause__
             raise
         if self.rows and not self.imported.rows:
             self._refuse()
@@ -169,7 +161,7 @@ class ParquetImport:
             self._bring(before, fingerprint(before), None)  # what shared a segment with it
         self._ingest.publish()
         self._ingest.close()  # else somebody writes to it
-        self.target.remove_if_unused()
+        self._remove_if_unused()
         text = f"{error}" if str(error).startswith(str(path)) else f"{path}: {error}"
         rows = format_count(sum(segment.rows for segment in leased), "row")
         stays = f", but for {rows} that a reader leases" if leased else ""
@@ -190,7 +182,7 @@ class ParquetImport:
     def _so_far(self) -> str:
         if self.imported.rows:
             return f"{self.imported.rows:,} of {self.rows - self.rows_there:,} rows were imported"
-        return "nothing was imported" + (", no cache was made" if self.target.store is None else "")
+        return "nothing was imported" + (", no cache was made" if self.store is None else "")
 
     def _refuse(self) -> None:
         files = "the file" if len(self._paths) == 1 else f"the {len(self._paths)} files"
@@ -198,7 +190,7 @@ class ParquetImport:
             errno.EEXIST,
             f"the cache has all {format_count(self.rows, 'row')} of {files} already: nothing was imported; "
             "again=True imports them once more",
-            str(self._paths[0]) if len(self._paths) == 1 else str(self.target.path),
+            str(self._paths[0] if len(self._paths) == 1 else self.open().folder.path),
         )
 
 
@@ -212,23 +204,6 @@ def _find(files: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
             yield from found
         else:
             raise FileNotFoundError(errno.ENOENT, "the folder has no *.parquet", str(given))
-
-
-def _target(
-    cache: AnyCache, first: Path, schema: Schema | None, capacity: int | str | None, segment_bytes: int | str
-) -> Target:
-    if isinstance(cache, str | os.PathLike):
-        path = Path(cache).absolute()
-        if capacity is not None and not os.path.lexists(path / CACHE_JSON):
-            is_free(path)
-            schema = schema or _schema_of(first)
-            settings = settings_of(schema, capacity, segment_bytes, None, 0.1, False)
-            return Target(path, settings, None, partial(Cache.create, path, schema, capacity, segment_bytes))
-    store = store_of(cache)
-    has = store.settings.schema
-    if schema is not None and dict(schema) != dict(has):
-        raise SchemaError(f"{store.folder.path} has another schema: {difference(has, schema)}")
-    return Target(store.folder.path, store.settings, store)
 
 
 def _open(path: Path) -> pq.ParquetFile:

@@ -167,14 +167,11 @@ def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None =
     values = {seq: some for seq, some in values.items() if len(some)}
     if not values:
         raise ValueError(f"column {name!r} has no finite values in {store.folder.path}: nothing can be drawn")
-    low = min(some.min() for some in values.values())
-    high = max(some.max() for some in values.values())
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    edges = np.linspace(low, high, bins + 1)
-    shares = np.stack([np.histogram(some, edges)[0] / len(some) for some in values.values()], axis=1)
+    sizes = [len(some) for some in values.values()]
+    cells: Any = [np.arange(len(sizes) + 1) - 0.5, bins]
+    places, shares = (np.repeat(each, sizes) for each in (np.arange(len(sizes)), 1 / np.array(sizes)))
     ax = _axes(ax, f"Values of {label(name)} by segment", label(name))
-    mesh = ax.pcolormesh(np.arange(len(values) + 1) - 0.5, edges, shares, cmap="viridis")
+    *_, mesh = ax.hist2d(places, np.concatenate([*values.values()]), cells, weights=shares)
     seqs = list(values)
     ticks = np.unique(np.linspace(0, len(seqs) - 1, min(len(seqs), 8)).round().astype(int))
     ax.set_xticks(ticks, [str(seqs[tick]) for tick in ticks])

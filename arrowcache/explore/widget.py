@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 
@@ -19,11 +18,9 @@ from arrowcache.explore.board import board_of
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.terminal import parse_interval
+from arrowcache.lifetimes import Closable
 from arrowcache.os_errors import start
 from arrowcache.storage.recovery import HasStore
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _JOIN_SECONDS = 5.0
 
@@ -41,7 +38,7 @@ def monitor(cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> 
     return Monitor(cache, interval)
 
 
-class Monitor(ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets ships no type information
+class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets ships no type information
     """The widget that `monitor` makes; a context manager. A saved notebook has its first look as text."""
 
     _thread: threading.Thread | None = None
@@ -84,14 +81,6 @@ class Monitor(ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets ships no typ
         if thread is not None and self._pid == os.getpid() and threading.current_thread() is not thread:
             thread.join(_JOIN_SECONDS)
         return not was_stopped
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         return {**super()._repr_mimebundle_(**options), "text/plain": self._card.as_text()}

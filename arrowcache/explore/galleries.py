@@ -12,8 +12,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from arrowcache import display
-from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
+from arrowcache.arrow.schema import FieldType, Schema, String, Tensor, Timestamp
 from arrowcache.display import printable, shorten
+from arrowcache.explore.numbers import require_column
 from arrowcache.explore.pictures import Picture, picture
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
@@ -126,7 +127,7 @@ def gallery(
     """
     store = store_of(cache)
     schema = store.settings.schema
-    _require_drawable(schema, column)
+    require_column(schema, column, _has_pictures, "a gallery has pictures of more than one number a row")
     n, values = parse_count(n, "n", most=_MOST_PICTURES), parse_count(values, "values")
     seed = parse_count(seed, "seed", least=0, most=None)
     asked = None if rows is None else _asked(rows, by)
@@ -167,17 +168,12 @@ def _asked(rows: object, by: str | None) -> NDArray[np.int64]:
     return asked
 
 
-def _require_drawable(schema: Schema, column: str) -> None:
-    schema.select([column])
-    if not _is_single(schema[column]):
-        return
-    drawable = [name for name, kind in schema.items() if not _is_single(kind)]
-    others = f"it can show {', '.join(drawable)}" if drawable else "and no column of this cache has more"
-    raise ValueError(f"column {column!r} has one number a row, of which a gallery has no pictures: {others}")
+def _has_pictures(kind: FieldType) -> bool:
+    return not isinstance(kind, Timestamp) and not (isinstance(kind, Tensor) and not kind.shape)
 
 
-def _is_single(kind: FieldType) -> bool:
-    return isinstance(kind, Timestamp) or (isinstance(kind, Tensor) and kind.shape == ())
+def _is_one(kind: FieldType) -> bool:
+    return isinstance(kind, String) or not _has_pictures(kind)
 
 
 def _choose_by(
@@ -186,13 +182,7 @@ def _choose_by(
     """The most frequent values of a column, how many rows have them, and the ids of some of those."""
     from arrowcache.explore.query import TABLE, column_in_sql, sql  # DuckDB, for those who group
 
-    schema.select([by])
-    if isinstance(schema[by], Ragged | Binary) or not (
-        _is_single(schema[by]) or isinstance(schema[by], String)
-    ):
-        one = [name for name, kind in schema.items() if _is_single(kind) or isinstance(kind, String)]
-        others = f": take one of {', '.join(one)}" if one else ""
-        raise ValueError(f"by={by!r} is a column of arrays, not of one value a row{others}")
+    require_column(schema, by, _is_one, "a gallery is grouped by one value a row")
     column = column_in_sql(schema, by)
     found = sql(
         cache,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from arrowcache.arrow.schema import Binary, FieldType, Schema, Tensor
-from arrowcache.explore.numbers import numbers, real
+from arrowcache.explore.numbers import numbers, real, require_column
 from arrowcache.explore.pictures import FILES, NO_IMAGE, channel_axis
 
 _ROWS, _COLUMNS = 8, 9
@@ -29,13 +29,8 @@ def require_images(schema: Schema, name: str) -> FieldType:
 
     Raises: ValueError: a column that holds no images; names those that do.
     """
-    if not _holds_images(schema[name]):
-        others = [other for other, kind in schema.items() if _holds_images(kind)]
-        raise ValueError(
-            f"column {name!r} is {schema[name]!r}, and near duplicates are of images, in tensors (h, w), "
-            f"(h, w, c) or (c, h, w) or in PNG and JPEG files: {', '.join(others) or 'no column'} can be"
-        )
-    return schema[name]
+    wanted = "near duplicates are of images: tensors (h, w), (h, w, c) or (c, h, w), PNG and JPEG files"
+    return require_column(schema, name, _holds_images, wanted)
 
 
 def _holds_images(kind: FieldType) -> bool:

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History
-from arrowcache.explore.numbers import real
+from arrowcache.explore.numbers import real, require_column
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
@@ -157,20 +157,19 @@ def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None =
     """
     bins = parse_count(bins, "bins")
     store = store_of(cache)
-    (name,) = store.settings.schema.select([column])
-    kind = store.settings.schema[name]
-    _require_numbers(store, name, kind)
+    wanted = "there are no numbers in it to be drawn"
+    kind = require_column(store.settings.schema, column, _has_numbers, wanted)
     listed = store.survey().segments
     count = min(len(listed), _MOST_SEGMENTS)
     chosen = [listed[i] for i in np.linspace(0, len(listed) - 1, count).round().astype(int)] if count else []
-    values = {segment.seq: _values(store, segment, name, kind) for segment in chosen}
+    values = {segment.seq: _values(store, segment, column, kind) for segment in chosen}
     values = {seq: some for seq, some in values.items() if len(some)}
     if not values:
-        raise ValueError(f"column {name!r} has no finite values in {store.folder.path}: nothing can be drawn")
+        raise ValueError(f"column {column!r} has no finite values in {store.folder.path} to be drawn")
     sizes = [len(some) for some in values.values()]
     cells: Any = [np.arange(len(sizes) + 1) - 0.5, bins]
     places, shares = (np.repeat(each, sizes) for each in (np.arange(len(sizes)), 1 / np.array(sizes)))
-    ax = _axes(ax, f"Values of {label(name)} by segment", label(name))
+    ax = _axes(ax, f"Values of {label(column)} by segment", label(column))
     *_, mesh = ax.hist2d(places, np.concatenate([*values.values()]), cells, weights=shares)
     seqs = list(values)
     ticks = np.unique(np.linspace(0, len(seqs) - 1, min(len(seqs), 8)).round().astype(int))
@@ -196,18 +195,9 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _require_numbers(store: Store, name: str, kind: FieldType) -> None:
-    def has_numbers(kind: FieldType) -> bool:
-        if isinstance(kind, Timestamp):
-            return True
-        return isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
-
-    if not has_numbers(kind):
-        others = [other for other, kind in store.settings.schema.items() if has_numbers(kind)]
-        raise ValueError(
-            f"column {name!r} is {kind!r}: there are no numbers in it that could be drawn; "
-            f"columns that have some: {', '.join(others) or 'none'}"
-        )
+def _has_numbers(kind: FieldType) -> bool:
+    is_list = isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
+    return is_list or isinstance(kind, Timestamp)
 
 
 def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """Display: shows values as text in a terminal and as HTML in a notebook. Nobody else lays out either.
 
-A class describes itself once: a `Card` of sentences, facts, tables, bars and timelines. `Shown` makes its
-`__str__` and its `_repr_html_` of the card. No other module lays out text or writes HTML.
+A class describes itself once: a `Card` of sentences, facts, tables, bars, curves and timelines. `Shown` makes
+its `__str__` and its `_repr_html_` of the card. No other module lays out text or writes HTML.
 
 A user's or a file's name shows as itself and moves nothing. The HTML has no script and no external resource,
 and its style is inline, so that it does not affect other output. Text takes the notebook's own color, lines
@@ -23,6 +23,7 @@ from arrowcache.units import format_bytes, format_count, format_seconds, format_
 COLORS = ("#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00")
 BLUE = COLORS[0]
 GREY = "#8c8c8c"
+_SPARKS = "▁▂▃▄▅▆▇█"
 _FILLS = "█▓▒░▚▞"  # a terminal's characters for COLORS
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
 _WIDTH = "max-width: 46em"
@@ -157,16 +158,19 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a head; `total` is a sentence about all of them, `right` names columns of numbers."""
+    """Rows under a head, at least one; `right` names columns of numbers.
+
+    `total` is a sentence about all of them; with it a notebook can fold the table.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
-    total: str
+    total: str = ""
     right: Sequence[str] = ()
 
     def as_text(self) -> str:
         right = [at for at, name in enumerate(self.head) if name in self.right]
-        return f"{_columns((self.head, *self.rows), right)}\n{printable(self.total)}"
+        return f"{_columns((self.head, *self.rows), right)}\n{printable(self.total)}".rstrip()
 
     def as_html(self) -> Markup:
         cell = f"padding: 0.15em 0.9em 0.15em 0; border: 0; border-bottom: {_LINE}"
@@ -175,6 +179,8 @@ class Table:
         table = element(
             "table", *lines, style="border-collapse: collapse; margin: 0.4em 0; font-size: 0.93em"
         )
+        if not self.total:
+            return table
         is_open = "" if len(self.rows) <= _MOST_OPEN else None
         summary = element("summary", self.total, style="cursor: pointer")
         return element("details", summary, table, open=is_open, style="margin: 0.4em 0")
@@ -228,6 +234,44 @@ class Bar:
         frame = f"display: flex; height: 0.9em; margin: 0.3em 0 0.1em; border: {_LINE}; {_WIDTH}"
         names = _legend((name, color) for _, name, color, _ in shown)
         return join([element("div", *pieces, style=frame), names])
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Amounts over time, side by side: (name, the newest as text, amounts of at least 0, oldest first)."""
+
+    curves: Sequence[tuple[str, str, Sequence[float]]]
+
+    def as_text(self) -> str:
+        return _columns((name, _sparks(amounts), newest) for name, newest, amounts in self.curves)
+
+    def as_html(self) -> Markup:
+        drawn = (
+            element("div", name, " ", element("b", newest), _curve(amounts), style="flex: 1; min-width: 8em")
+            for name, newest, amounts in self.curves
+        )
+        return element("div", *drawn, style=f"display: flex; gap: 2em; margin: 0.6em 0; {_WIDTH}")
+
+
+def _sparks(amounts: Sequence[float]) -> str:
+    """The newest amounts as bars, of which the highest fills its line."""
+    shown = amounts[-_TEXT_WIDTH:]
+    most = max(shown, default=0) or 1
+    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(len(_SPARKS) * amount / most))] for amount in shown)
+
+
+def _curve(amounts: Sequence[float]) -> Markup:
+    most, last = max(amounts, default=0) or 1, max(1, len(amounts) - 1)
+    points = " ".join(f"{at},{100 - 100 * amount / most:.1f}" for at, amount in enumerate(amounts))
+    line = {"points": points, "fill": "none", "stroke": BLUE, "vector_effect": "non-scaling-stroke"}
+    return element(
+        "svg",
+        element("polygon", points=f"0,100 {points} {last},100", fill=BLUE, opacity=0.2),
+        element("polyline", **line, stroke_width=1.5),
+        viewBox=f"0 -4 {last} 104",
+        preserveAspectRatio="none",
+        style=f"display: block; width: 100%; height: {_CELL_HEIGHT}px; border-bottom: {_LINE}",
+    )
 
 
 class Cell(NamedTuple):
@@ -314,7 +358,7 @@ def _drawn(at: int, cell: Cell, highest: float, colors: dict[str, str]) -> Marku
     return element("g", element("title", title), *parts)
 
 
-Part = str | Facts | Table | Bar | Timeline
+Part = str | Facts | Table | Bar | Curves | Timeline
 
 
 @dataclass(frozen=True, slots=True)

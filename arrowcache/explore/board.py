@@ -8,13 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from arrowcache.display import Card, Facts, Part
+from arrowcache.display import Card, Curves, Part, Table
 from arrowcache.explore.history import History, LoaderRate
-from arrowcache.explore.observation import FIRST_SEEN, HeldLease, Observation, SamplerAtWork, SeenLoader
+from arrowcache.explore.observation import (
+    FIRST_SEEN,
+    HeldLease,
+    Observation,
+    SamplerAtWork,
+    SeenLoader,
+    WaitingWriter,
+)
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SPARKS_SHOWN = 40
+_LEASE = ("pid", "leased", "segments", "bytes", "for", "by")
+_SAMPLER = ("pid", "task", "rows drawn", "the last", "waits", "sampler")
+_WAITING = ("pid", "waits for", "because", "writer")
+_LOADER = ("pid", "epochs", "batches", "delivered", "now", "stall", "now", "bottleneck", "loader")
+_RIGHT = ("pid", "leased", "bytes", "rows drawn", "epochs", "batches", "delivered", "now", "stall")
 
 
 def board_of(history: History, error: str | None = None, path: object = "", is_live: bool = True) -> Card:
@@ -30,17 +40,16 @@ def board_of(history: History, error: str | None = None, path: object = "", is_l
     if error is not None:
         parts.append(error)
     if seen is not None:
-        facts = [
-            (name, f"{sparks(rates)}  {_newest(rates)}".lstrip()) for name, rates in _rates(history).items()
-        ]
-        parts += [*seen.stats.parts(), Facts(facts)]
-        for title, nothing, rows in (
-            ("Leases", "nothing is leased", [_lease(lease, seen) for lease in seen.leases]),
-            ("Samplers at work", "no sampler is seen at work", [*map(_sampler, seen.samplers)]),
-            ("Waiting samplers", "no writer waits for room", _waiting(seen)),
-            ("Loaders", "no loader is seen", _loaders(history, seen)),
+        curves = [(name, _newest(rates), rates) for name, rates in _rates(history).items()]
+        parts += [*seen.stats.parts(), Curves(curves)]
+        loaders = {rate.key: rate for rate in history.moments[-1].loaders}
+        for title, head, rows in (
+            ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
+            ("Samplers at work: none", _SAMPLER, [_sampler(sampler) for sampler in seen.samplers]),
+            ("Waiting writers: none", _WAITING, [_waiting(writer, seen) for writer in seen.waiting]),
+            ("Loaders: none", _LOADER, [_loader(each, loaders.get(each.key)) for each in seen.loaders]),
         ):
-            parts += [f"{title}:", Facts(rows)] if rows else [f"{title}: {nothing}"]
+            parts.append(Table(head, rows, right=_RIGHT) if rows else title)
     return Card("Cache", str(path if seen is None else seen.path), parts)
 
 
@@ -57,13 +66,6 @@ def line_of(history: History, error: str | None = None) -> str:
     rows = sum(sampler.rows for sampler in seen.samplers)
     drawn = f" ({format_count(rows, 'row')} drawn)" if rows else ""
     return f"{_clock(seen, error)} {seen.stats.parts()[0]}; {rates}; {counts}{drawn}"
-
-
-def sparks(values: Sequence[float]) -> str:
-    """The newest numbers as bars, of which the highest fills its line."""
-    shown = values[-_SPARKS_SHOWN:]
-    most = max(shown, default=0) or 1
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(len(_SPARKS) * max(0, v) / most))] for v in shown)
 
 
 def _clock(seen: Observation | None, error: str | None) -> str:
@@ -84,47 +86,33 @@ def _newest(rates: Sequence[float]) -> str:
     return f"{format_bytes(round(rates[-1]))}/s" if rates else "unknown"
 
 
-def _lease(lease: HeldLease, seen: Observation) -> tuple[str, str]:
+def _lease(lease: HeldLease, seen: Observation) -> tuple[object, ...]:
     on = str(lease.first_seq) if lease.segments == 1 else f"{lease.first_seq} to {lease.last_seq}"
-    most = "" if lease.since_is == FIRST_SEEN else " at most"
-    return "?" if lease.pid is None else str(lease.pid), (
-        f"{lease.command}: {format_count(lease.segments, 'segment')} ({on}), {format_bytes(lease.nbytes)}, "
-        f"for {format_seconds(seen.time - lease.since)}{most}"
-    )
+    held = format_seconds(seen.time - lease.since) + ("" if lease.since_is == FIRST_SEEN else " at most")
+    pid = "?" if lease.pid is None else lease.pid
+    return pid, f"{lease.segments:,}", on, format_bytes(lease.nbytes), held, lease.command
 
 
-def _waiting(seen: Observation) -> list[tuple[str, str]]:
-    return [
-        (
-            str(writer.pid),
-            f"{writer.command}: for {format_seconds(seen.time - writer.since)}, since {writer.why}",
-        )
-        for writer in seen.waiting
-    ]
+def _sampler(sampler: SamplerAtWork) -> tuple[object, ...]:
+    last = "" if sampler.last_row_seconds is None else f"{format_seconds(sampler.last_row_seconds)} ago"
+    drawn = f"{sampler.rows:,} of {sampler.full_rows:,}"
+    task = f"{sampler.pool}.{sampler.task}"
+    return sampler.pid, task, drawn, last, "to publish" if sampler.is_waiting else "", sampler.command
 
 
-def _sampler(sampler: SamplerAtWork) -> tuple[str, str]:
-    last = sampler.last_row_seconds
-    drawn = f"{sampler.rows} of {format_count(sampler.full_rows, 'row')} drawn, not published"
-    last_row = "" if last is None else f", the last {format_seconds(last)} ago"
-    waits = "; waits to publish" if sampler.is_waiting else ""
-    return str(
-        sampler.pid
-    ), f"{sampler.command}: task {sampler.pool}.{sampler.task}, {drawn}{last_row}{waits}"
+def _waiting(writer: WaitingWriter, seen: Observation) -> tuple[object, ...]:
+    return writer.pid, format_seconds(seen.time - writer.since), writer.why, writer.command
 
 
-def _loaders(history: History, seen: Observation) -> list[tuple[str, str]]:
-    rates = {rate.key: rate for rate in history.moments[-1].loaders}
-    return [(str(loader.pid), _loader(loader, rates.get(loader.key))) for loader in seen.loaders]
-
-
-def _loader(loader: SeenLoader, now: LoaderRate | None) -> str:
-    delivered, stall = format_bytes(loader.bytes), format_share(loader.stall_seconds, loader.seconds)
-    if now is not None:
-        delivered += f", now {format_bytes(round(now.bytes_per_second))}/s"
-        stall += f", now {format_share(now.stall_share, 1)}"
+def _loader(loader: SeenLoader, now: LoaderRate | None) -> tuple[object, ...]:
     return (
-        f"{loader.command}: {format_count(loader.epochs, 'epoch')}, "
-        f"{format_count(loader.batches, 'batch', 'batches')}, {delivered}; stall {stall}; "
-        f"bottleneck {loader.bottleneck if now is None else now.bottleneck}"
+        loader.pid,
+        f"{loader.epochs:,}",
+        f"{loader.batches:,}",
+        format_bytes(loader.bytes),
+        "" if now is None else f"{format_bytes(round(now.bytes_per_second))}/s",
+        format_share(loader.stall_seconds, loader.seconds),
+        "" if now is None else format_share(now.stall_share, 1),
+        loader.bottleneck if now is None else now.bottleneck,
+        loader.command,
     )

@@ -315,7 +315,7 @@ def test_text_of_a_cache_does_not_move_the_cursor_of_a_terminal(tmp_path):
 @pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_ctrl_c_ends_a_watch_in_a_terminal(cache, environment):
     with Terminal(100, "watch", cache.path, "--interval", "0.05", **environment) as terminal:
-        shown = terminal.read_until("160 rows") + terminal.read_until("160 rows")
+        shown = terminal.read_until("160 rows,") + terminal.read_until("160 rows,")
         terminal.interrupt()
         code, rest = terminal.end()
     shown += rest

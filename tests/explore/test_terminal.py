@@ -23,7 +23,7 @@ from rich.text import Text
 import arrowcache as ac
 from arrowcache.errors import sentence_of
 from arrowcache.explore import terminal
-from arrowcache.explore.board import board_of, line_of, sparks
+from arrowcache.explore.board import board_of, line_of
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.terminal import watch
@@ -37,14 +37,12 @@ def look(lookout: Lookout) -> str:
 
 def test_it_shows_what_samplers_have_drawn_and_not_published(cache):
     lookout, progress = Lookout(cache), Progress.open(cache.path, "default.0", 0)
-    assert "no sampler is seen at work" in look(lookout)
+    assert "Samplers at work: none" in look(lookout)
     progress.begin(3, 512)
-    assert "task default.0.3, 0 of 512 rows drawn, not published\n" in look(lookout)
+    assert re.search(r" default\.0\.3 +0 of 512  ", look(lookout))
     progress.count(310, 512)
     progress.wait()
-    assert re.search(
-        r"default\.0\.3, 310 of 512 rows drawn, .*, the last .* ago; waits to publish", look(lookout)
-    )
+    assert re.search(r" default\.0\.3 +310 of 512  .* ago +to publish  ", look(lookout))
     assert "1 samplers (310 rows drawn)" in line_of(lookout.history)
 
 
@@ -62,10 +60,10 @@ def test_it_shows_fill_rates_leases_and_loaders(cache):
     assert re.search(r"published +█  [1-9][\d.]* .*B/s\n", text)
     assert re.search(r"delivered +█  [1-9][\d.]* .*B/s\n", text)
     assert re.search(r"evicted +▁  0 B/s\n", text)
-    assert re.search(rf"{os.getpid()} +.*: 2 segments \(8 to 9\), ", text)
-    assert re.search(rf"{os.getpid()} +.*: 1 epoch, 10 batches, ", text)
-    assert "no writer waits for room" in text
-    leases = text.count(" segments (")
+    assert re.search(rf"\n *{os.getpid()} +2  8 to 9 ", text)
+    assert re.search(rf"\n *{os.getpid()} +1 +10 ", text)
+    assert "Waiting writers: none" in text
+    leases = len(re.findall(r"\n *\d+ +\d+  \d+ to 9 ", text))
     assert f"{leases} leases, 0 waiting, 1 loaders, 0 samplers" in line_of(lookout.history)
 
 
@@ -86,8 +84,8 @@ def test_a_view_of_any_width_shows_all_of_a_lease_and_a_loader(cache, width):
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width
     together = "".join(text.split())
-    assert "2segments(8to9)" in together
-    assert "1epoch,10batches" in together
+    assert f"{os.getpid()}28to9" in together
+    assert f"{os.getpid()}110" in together
 
 
 def test_looking_once_fits_the_window_too(cache):
@@ -96,7 +94,7 @@ def test_looking_once_fits_the_window_too(cache):
         watch(cache, once=True, console=Console(file=file, width=40, force_terminal=True, color_system=None))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= 40
-    assert "10segments(0to9)" in "".join(text.split())
+    assert f"{os.getpid()}100to9" in "".join(text.split())
 
 
 def test_one_of_something_is_not_said_as_several(tmp_path):
@@ -106,7 +104,7 @@ def test_one_of_something_is_not_said_as_several(tmp_path):
     with cache.snapshot():
         text = look(lookout)
     assert "1 segment, 16 rows" in text
-    assert ": 1 segment (0), " in text
+    assert re.search(rf"\n *{os.getpid()} +1  0 ", text)
     publish(cache, 70)
     assert "71 segments, 1,136 rows" in look(lookout)
 
@@ -161,13 +159,6 @@ def test_another_cache_in_its_place_is_looked_at_afresh(cache, tmp_path, was_see
     assert all(part in text for part in str(other.stats().parts()[0]).split(", "))
 
 
-def test_sparks_show_the_highest_in_full():
-    assert sparks([0, 1, 4, 8]) == "▁▂▅█"
-    assert sparks([0, 0]) == "▁▁"
-    assert sparks([]) == ""
-    assert len(sparks(range(1000))) == 40
-
-
 def test_an_error_is_one_line():
     assert sentence_of(ValueError("a\n  b")) == "a b"
     assert sentence_of(FileNotFoundError(2, "no cache here", "/x")) == "/x: no cache here"
@@ -219,6 +210,25 @@ def test_ctrl_c_ends_it_well(cache, is_terminal):
         script.signal_group(signal.SIGINT)
         assert script.end() == (0, "")
     wait_until(lambda: cache.stats().leased_bytes == 0, "nothing to be leased")
+
+
+class Screen(io.StringIO):
+    """A terminal in which Ctrl-C is pressed as it shows the first look."""
+
+    is_over = False
+
+    def write(self, text: str) -> int:
+        if "160 rows" in text and not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_at_the_first_look_leaves_the_cursor_visible(cache):
+    screen = Screen()
+    watch(cache, console=Console(file=screen, width=100, force_terminal=True))
+    assert screen.is_over
+    assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1
 
 
 class Pressed:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 
 from arrowcache.display import Card, Facts, Part
+from arrowcache.explore.distribution import bars
 from arrowcache.explore.history import History, LoaderRate
 from arrowcache.explore.observation import FIRST_SEEN, HeldLease, Observation, SamplerAtWork, SeenLoader
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SPARKS_SHOWN = 40
+_BARS_SHOWN = 40
 
 
 def board_of(history: History, error: str | None = None, path: object = "", is_live: bool = True) -> Card:
@@ -30,9 +30,8 @@ def board_of(history: History, error: str | None = None, path: object = "", is_l
     if error is not None:
         parts.append(error)
     if seen is not None:
-        facts = [
-            (name, f"{sparks(rates)}  {_newest(rates)}".lstrip()) for name, rates in _rates(history).items()
-        ]
+        rates = _rates(history).items()
+        facts = [(name, f"{bars(values)}  {_newest(values)}".lstrip()) for name, values in rates]
         parts += [*seen.stats.parts(), Facts(facts)]
         for title, nothing, rows in (
             ("Leases", "nothing is leased", [_lease(lease, seen) for lease in seen.leases]),
@@ -59,20 +58,13 @@ def line_of(history: History, error: str | None = None) -> str:
     return f"{_clock(seen, error)} {seen.stats.parts()[0]}; {rates}; {counts}{drawn}"
 
 
-def sparks(values: Sequence[float]) -> str:
-    """The newest numbers as bars, of which the highest fills its line."""
-    shown = values[-_SPARKS_SHOWN:]
-    most = max(shown, default=0) or 1
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(len(_SPARKS) * max(0, v) / most))] for v in shown)
-
-
 def _clock(seen: Observation | None, error: str | None) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seen.time if seen and not error else None))
 
 
 def _rates(history: History) -> dict[str, list[float]]:
     """Bytes a second, oldest first; the first look knows none."""
-    moments = [moment for moment in history if moment.seconds]
+    moments = [moment for moment in history if moment.seconds][-_BARS_SHOWN:]
     return {
         "published": [moment.published_bytes_per_second for moment in moments],
         "evicted": [moment.evicted_bytes_per_second for moment in moments],

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,12 @@ _DIGITS = 50  # cells are never so narrow that float64 cannot number them
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+def bars(values: Sequence[float]) -> str:
+    """Numbers from 0 on as bars: the highest fills its line, and what is there at all is seen."""
+    highest = max(values, default=0) or 1
+    return "".join(_BARS[math.ceil(value / highest * (len(_BARS) - 1))] for value in values)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram:
     """Counts between edges: counts[i] numbers are in [edges[i], edges[i + 1]). Prints as bars.
@@ -39,9 +46,7 @@ class Histogram:
     edges: NDArray[Any]
 
     def __str__(self) -> str:
-        highest = max(1, int(self.counts.max(initial=0)))
-        heights = -(-self.counts * (len(_BARS) - 1) // highest)  # what is there at all is seen
-        return "".join(_BARS[height] for height in heights.tolist())
+        return bars(self.counts.tolist())
 
     __repr__ = __str__
 

@@ -23,7 +23,8 @@ from rich.text import Text
 import arrowcache as ac
 from arrowcache.errors import sentence_of
 from arrowcache.explore import terminal
-from arrowcache.explore.board import board_of, line_of, sparks
+from arrowcache.explore.board import board_of, line_of
+from arrowcache.explore.distribution import bars
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.terminal import watch
@@ -161,11 +162,11 @@ def test_another_cache_in_its_place_is_looked_at_afresh(cache, tmp_path, was_see
     assert all(part in text for part in str(other.stats().parts()[0]).split(", "))
 
 
-def test_sparks_show_the_highest_in_full():
-    assert sparks([0, 1, 4, 8]) == "▁▂▅█"
-    assert sparks([0, 0]) == "▁▁"
-    assert sparks([]) == ""
-    assert len(sparks(range(1000))) == 40
+def test_bars_show_the_highest_in_full_and_whatever_is_there():
+    assert bars([0, 1, 4, 8]) == "▁▂▅█"
+    assert bars([0, 0.3, 1e-300]) == "▁█▂"
+    assert bars([0, 0]) == "▁▁"
+    assert bars([]) == ""
 
 
 def test_an_error_is_one_line():

@@ -45,10 +45,14 @@ def watch(
                 if once:
                     return
                 time.sleep(seconds)  # Ctrl-C in the wait of an Event may come out as a RuntimeError
-        with Live(view(lookout), console=console, auto_refresh=False, screen=False) as live:
+        live = Live(view(lookout), console=console, auto_refresh=False, screen=False)
+        try:
+            live.start(refresh=True)
             while True:
                 time.sleep(seconds)
                 live.update(view(lookout), refresh=True)
+        finally:  # of Ctrl-C while it starts, too: the cursor comes back
+            live.stop()
     except KeyboardInterrupt:
         pass
 

@@ -11,6 +11,7 @@ JupyterLab's variables, with colors visible on white and on black as a fallback.
 from __future__ import annotations
 
 import html
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from arrowcache.units import format_bytes, format_count, format_seconds, format_
 COLORS = ("#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00")
 BLUE = COLORS[0]
 GREY = "#8c8c8c"
-_SPARKS = "▁▂▃▄▅▆▇█"
+_BARS = "▁▂▃▄▅▆▇█"
 _FILLS = "█▓▒░▚▞"  # a terminal's characters for COLORS
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
 _WIDTH = "max-width: 46em"
@@ -47,6 +48,12 @@ def printable(value: object) -> str:
 def shorten(text: str, most: int) -> str:
     """Return at most `most` characters, the last of them "…" if some are left out."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def bars(amounts: Sequence[float]) -> str:
+    """Amounts from 0 on as bars, a character each: the highest fills its line, any above 0 is seen."""
+    highest = max(amounts, default=0) or 1
+    return "".join(_BARS[math.ceil(amount / highest * (len(_BARS) - 1))] for amount in amounts)
 
 
 def _columns(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
@@ -243,7 +250,7 @@ class Curves:
     curves: Sequence[tuple[str, str, Sequence[float]]]
 
     def as_text(self) -> str:
-        return _columns((name, _sparks(amounts), newest) for name, newest, amounts in self.curves)
+        return _columns((name, bars(amounts[-_TEXT_WIDTH:]), newest) for name, newest, amounts in self.curves)
 
     def as_html(self) -> Markup:
         drawn = (
@@ -251,13 +258,6 @@ class Curves:
             for name, newest, amounts in self.curves
         )
         return element("div", *drawn, style=f"display: flex; gap: 2em; margin: 0.6em 0; {_WIDTH}")
-
-
-def _sparks(amounts: Sequence[float]) -> str:
-    """The newest amounts as bars, of which the highest fills its line."""
-    shown = amounts[-_TEXT_WIDTH:]
-    most = max(shown, default=0) or 1
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(len(_SPARKS) * amount / most))] for amount in shown)
 
 
 def _curve(amounts: Sequence[float]) -> Markup:

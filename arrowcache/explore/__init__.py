@@ -24,7 +24,7 @@ The names below are imported when they are first used, so that importing this pa
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,29 +70,12 @@ __all__ = [
     "watch",
 ]  # fmt: skip
 
-_HOMES = {
-    **dict.fromkeys(("head", "sample", "rows", "to_pandas", "to_polars"), "frames"),
-    "sql": "query",
-    "describe": "summary",
-    **dict.fromkeys(("duplicates", "drift"), "compare"),
-    **dict.fromkeys(("similar", "map_of"), "neighbours"),
-    **dict.fromkeys(("export_parquet", "import_parquet"), "exchange"),
-    "picture": "pictures",
-    "gallery": "galleries",
-    **dict.fromkeys(("Observation", "observe"), "observation"),
-    "History": "history",
-    "open": "explorer",
-    "monitor": "widget",
-    "watch": "terminal",
-}
-_HOMES |= {name: "plots" for name in __all__ if name.startswith("plot_")}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(import_module(f"arrowcache.explore.{_HOMES[name]}"), name)
+        value = getattr(_home_of(name), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "arrowcache":
             raise
@@ -104,6 +87,40 @@ def __getattr__(name: str) -> object:
         ) from error
     globals()[name] = value  # also over the module of that name, which the import has put there
     return value
+
+
+def _home_of(name: str) -> ModuleType:
+    home: ModuleType
+    match name:
+        case "head" | "sample" | "rows" | "to_pandas" | "to_polars":
+            from arrowcache.explore import frames as home
+        case "sql":
+            from arrowcache.explore import query as home
+        case "describe":
+            from arrowcache.explore import summary as home
+        case "duplicates" | "drift":
+            from arrowcache.explore import compare as home
+        case "similar" | "map_of":
+            from arrowcache.explore import neighbours as home
+        case "export_parquet" | "import_parquet":
+            from arrowcache.explore import exchange as home
+        case "picture":
+            from arrowcache.explore import pictures as home
+        case "gallery":
+            from arrowcache.explore import galleries as home
+        case "observe" | "Observation":
+            from arrowcache.explore import observation as home
+        case "History":
+            from arrowcache.explore import history as home
+        case "open":
+            from arrowcache.explore import explorer as home
+        case "monitor":
+            from arrowcache.explore import widget as home
+        case "watch":
+            from arrowcache.explore import terminal as home
+        case _:
+            from arrowcache.explore import plots as home
+    return home
 
 
 def __dir__() -> list[str]:

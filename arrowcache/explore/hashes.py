@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
 
-from arrowcache.arrow.schema import Binary, FieldType, Schema, Tensor
-from arrowcache.explore.numbers import numbers, real, require_column
+from arrowcache.arrow.schema import Binary, FieldType, Tensor
+from arrowcache.explore.numbers import numbers, real
 from arrowcache.explore.pictures import FILES, NO_IMAGE, channel_axis
 
 _ROWS, _COLUMNS = 8, 9
@@ -24,16 +24,7 @@ _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue, a
 _PIECE = 1 << 21  # numbers at a time
 
 
-def require_images(schema: Schema, name: str) -> FieldType:
-    """The type of a column of images.
-
-    Raises: ValueError: a column that holds no images; names those that do.
-    """
-    wanted = "near duplicates are of images: tensors (h, w), (h, w, c) or (c, h, w), PNG and JPEG files"
-    return require_column(schema, name, _holds_images, wanted)
-
-
-def _holds_images(kind: FieldType) -> bool:
+def holds_images(kind: FieldType) -> bool:
     if isinstance(kind, Tensor):
         return len(kind.shape) == 2 or (len(kind.shape) == 3 and channel_axis(kind.shape) is not None)
     return isinstance(kind, Binary)

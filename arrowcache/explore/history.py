@@ -25,9 +25,7 @@ class LoaderRate:
 
     key: int
     pid: int
-    command: str
     bytes_per_second: float
-    rows_per_second: float
     stall_share: float
     bottleneck: str
 
@@ -116,24 +114,17 @@ def _loader_rates(before: Observation, now: Observation) -> tuple[LoaderRate, ..
 def _loader_rate(before: SeenLoader | None, now: SeenLoader, seconds: float) -> LoaderRate:
     """Since the last look, or since it was made, which was later."""
 
-    def more(count: float, name: str) -> float:
-        return max(0.0, count - (getattr(before, name) if before is not None else 0))
+    def more(name: str) -> float:
+        return float(max(0, getattr(now, name) - getattr(before, name, 0)))
 
-    stages = {
-        name: max(0.0, now.stage_seconds[name] - (before.stage_seconds[name] if before is not None else 0.0))
-        for name in STAGES
-    }
-    stall_seconds = more(now.stall_seconds, "stall_seconds")
-    stalls = int(more(now.stalls, "stalls")) + now.is_waiting
-    is_inside = more(now.seconds, "seconds") > 0  # an epoch
+    earlier = {} if before is None else before.stage_seconds
+    stages = {name: max(0.0, now.stage_seconds[name] - earlier.get(name, 0.0)) for name in STAGES}
+    stalls, stalled = int(more("stalls")) + now.is_waiting, more("stall_seconds")
+    inside = more("seconds")  # an epoch
     return LoaderRate(
         key=now.key,
         pid=now.pid,
-        command=now.command,
-        bytes_per_second=more(now.bytes, "bytes") / seconds if seconds else 0.0,
-        rows_per_second=more(now.rows, "rows") / seconds if seconds else 0.0,
-        stall_share=min(1.0, stall_seconds / seconds) if seconds else 0.0,
-        bottleneck=bottleneck_of(now.batches, stalls, more(now.seconds, "seconds"), stall_seconds, stages)
-        if is_inside
-        else "none",
+        bytes_per_second=more("bytes") / seconds if seconds else 0.0,
+        stall_share=min(1.0, stalled / seconds) if seconds else 0.0,
+        bottleneck=bottleneck_of(now.batches, stalls, inside, stalled, stages) if inside else "none",
     )

@@ -47,11 +47,11 @@ def watch(
                 time.sleep(seconds)  # Ctrl-C in the wait of an Event may come out as a RuntimeError
         live = Live(view(lookout), console=console, auto_refresh=False, screen=False)
         try:
-            live.start(refresh=True)  # `with` would leave the cursor hidden if Ctrl-C came here
+            live.start(refresh=True)
             while True:
                 time.sleep(seconds)
                 live.update(view(lookout), refresh=True)
-        finally:
+        finally:  # of Ctrl-C while it starts, too: the cursor comes back
             live.stop()
     except KeyboardInterrupt:
         pass

@@ -85,7 +85,7 @@ def test_a_loaders_rates_are_of_the_time_between():
     two = loader(12.0, 2.5, 5000, batches=30, gather=1.0, store=0.2), loader(1.0, 0.0, 600, key=2)
     moment = history.add(seen(2.0, 0, 3, loaders=two))
     first, second = moment.loaders
-    assert (first.bytes_per_second, first.rows_per_second, first.stall_share) == (2000, 160, 0.75)
+    assert (first.bytes_per_second, first.stall_share) == (2000, 0.75)
     assert first.bottleneck == "gather"
     assert (second.bytes_per_second, second.stall_share, second.bottleneck) == (300, 0, "consumer")
     assert moment.delivered_bytes_per_second == 2300

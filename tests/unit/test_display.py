@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from markup import seen
 
 from arrowcache import display
-from arrowcache.display import Bar, Card, Cell, Curves, Facts, Table, Timeline, printable, shorten
+from arrowcache.display import Bar, Card, Cell, Curves, Facts, Table, Timeline, bars, printable, shorten
 
 EVIL = "</td><script>alert('x')</script>\"&\n"
 
@@ -181,7 +181,14 @@ def test_a_bar_of_a_terminal_ends_where_the_amounts_do(amounts):
 # a timeline
 
 
-def test_curves_are_bars_in_a_terminal_of_which_the_highest_fills_its_line():
+def test_bars_show_the_highest_in_full_and_whatever_is_there():
+    assert bars([0, 1, 4, 8]) == "▁▂▅█"
+    assert bars([0, 0.3, 1e-300]) == "▁█▂"
+    assert bars([0, 0]) == "▁▁"
+    assert bars([]) == ""
+
+
+def test_curves_are_bars_in_a_terminal_and_the_newest_amount():
     curves = Curves([("in", "8 B/s", [0, 1, 4, 8]), ("out", "0 B/s", [0, 0]), ("more", "?", [])])
     assert curves.as_text().splitlines() == ["in    ▁▂▅█  8 B/s", "out   ▁▁    0 B/s", "more        ?"]
     assert len(Curves([("", "", range(1000))]).as_text().strip()) == 40

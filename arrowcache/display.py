@@ -14,7 +14,7 @@ import html
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -173,7 +173,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
     total: str = ""
-    right: Sequence[str] = ()
+    right: Collection[str] = ()
 
     def as_text(self) -> str:
         right = [at for at, name in enumerate(self.head) if name in self.right]
@@ -181,7 +181,8 @@ class Table:
 
     def as_html(self) -> Markup:
         cell = f"padding: 0.15em 0.9em 0.15em 0; border: 0; border-bottom: {_LINE}"
-        styles = [f"text-align: {'right' if name in self.right else 'left'}; {cell}" for name in self.head]
+        number = "text-align: right; white-space: nowrap"
+        styles = [f"{number if name in self.right else 'text-align: left'}; {cell}" for name in self.head]
         lines = _rows([self.head], styles, "th"), _rows(self.rows, styles)
         table = element(
             "table", *lines, style="border-collapse: collapse; margin: 0.4em 0; font-size: 0.93em"

@@ -21,10 +21,11 @@ from arrowcache.explore.observation import (
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 _LEASE = ("pid", "leased", "segments", "bytes", "for", "by")
-_SAMPLER = ("pid", "task", "rows drawn", "the last", "waits", "sampler")
+_SAMPLER = ("pid", "task", "rows drawn", "last row", "waits", "sampler")
 _WAITING = ("pid", "waits for", "because", "writer")
 _LOADER = ("pid", "epochs", "batches", "delivered", "now", "stall", "now", "bottleneck", "loader")
-_RIGHT = ("pid", "leased", "bytes", "rows drawn", "epochs", "batches", "delivered", "now", "stall")
+_RIGHT = {"pid", "leased", "bytes", "for", "rows drawn", "last row", "waits for"}
+_RIGHT |= {"epochs", "batches", "delivered", "now", "stall"}
 
 
 def board_of(history: History, error: str | None = None, path: object = "", is_live: bool = True) -> Card:

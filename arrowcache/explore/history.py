@@ -5,7 +5,6 @@ Pure: values in, values out. Memory is bounded: of the past it keeps numbers onl
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,7 +66,8 @@ class History:
     """
 
     def __init__(self, limit: int = _MOST_MOMENTS) -> None:
-        self.moments: deque[Moment] = deque(maxlen=limit)
+        self._limit = limit
+        self.moments: tuple[Moment, ...] = ()  # replaced as a whole: another thread may read them meanwhile
         self.last: Observation | None = None
 
     def __len__(self) -> int:
@@ -80,11 +80,12 @@ class History:
         """Take in the next observation; returns what happened since the last one."""
         before = self.last
         if before is not None and _is_another(before, observation):
-            self.moments.clear()
+            self.moments = ()
             before = None
         self.last = observation
-        self.moments.append(_moment(before or observation, observation))
-        return self.moments[-1]
+        moment = _moment(before or observation, observation)
+        self.moments = (*self.moments, moment)[-self._limit :]
+        return moment
 
 
 def _is_another(before: Observation, now: Observation) -> bool:

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
-from arrowcache.explore.history import History
+from arrowcache.explore.history import History, Moment
 from arrowcache.explore.numbers import real, require_column
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
@@ -49,10 +49,10 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
     """
     survey = store_of(cache).survey()
     ax = _axes(ax, "Growth and eviction", "MiB")
-    if history:
-        when = _dates([moment.time for moment in history])
-        evicted = np.cumsum([moment.evicted_bytes for moment in history]) / _MIB
-        ax.plot(when, [moment.stats.published_bytes / _MIB for moment in history], label="published segments")
+    if moments := history.moments if history is not None else ():
+        when = _dates([moment.time for moment in moments])
+        evicted = np.cumsum([moment.evicted_bytes for moment in moments]) / _MIB
+        ax.plot(when, [moment.stats.published_bytes / _MIB for moment in moments], label="published segments")
         ax.plot(when, evicted, label="evicted since")
     else:
         sizes = np.array([segment.allocated_bytes for segment in survey.segments], float)
@@ -65,9 +65,8 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
 
 def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
     """Bytes a second that samplers published, and that each loader delivered, between observations."""
-    _require_moments(history)
+    moments = [moment for moment in _moments(history) if moment.seconds]
     ax = _axes(ax, "Throughput", "MiB/s")
-    moments = [moment for moment in history if moment.seconds]
     when = _dates([moment.time for moment in moments])
     ax.plot(when, [moment.published_bytes_per_second / _MIB for moment in moments], label="published")
     pids = {loader.key: loader.pid for moment in moments for loader in moment.loaders}
@@ -126,10 +125,10 @@ def plot_reuse(cache: Source, *, ax: Axes | None = None) -> Axes:
 
 def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
     """The share of the rows evicted so far that no epoch had read, over time."""
-    _require_moments(history)
+    moments = _moments(history)
     ax = _axes(ax, "Evicted unread", "% of evicted rows")
-    shares = [100 * moment.stats.unread_share for moment in history]
-    ax.plot(_dates([moment.time for moment in history]), shares, label="never read")
+    shares = [100 * moment.stats.unread_share for moment in moments]
+    ax.plot(_dates([moment.time for moment in moments]), shares, label="never read")
     ax.set_ylim(0, 100)
     return _over_time(ax)
 
@@ -249,8 +248,11 @@ def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
     return np.asarray(moments.tz_convert(dt.datetime.now().astimezone().tzinfo).tz_localize(None))
 
 
-def _require_moments(history: History) -> None:
+def _moments(history: History) -> tuple[Moment, ...]:
+    """Those of a history, which may go on meanwhile, at least two."""
     if not isinstance(history, History):
         raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
-    if not any(moment.seconds for moment in history):
+    moments = history.moments
+    if not any(moment.seconds for moment in moments):
         raise ValueError("the history has fewer than two observations: what happened between them is drawn")
+    return moments

@@ -47,6 +47,13 @@ def test_rates_are_of_what_came_and_went_between_two_observations():
     assert list(history) == [first, moment]
 
 
+def test_it_may_go_on_while_it_is_read():
+    history = History()
+    history.add(seen(0.0, 0, 3))
+    assert [history.add(seen(1.0, 0, 3)).seconds for _ in history] == [1.0]
+    assert len(history) == 2
+
+
 def test_what_came_and_went_between_two_observations_counts_with_the_others_mean():
     history = History()
     history.add(seen(0.0, 0, 3))

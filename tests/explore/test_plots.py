@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -74,6 +76,25 @@ def history(cache):
     publish(cache, 20)
     assert lookout.look() is None
     return lookout.history
+
+
+@pytest.mark.parametrize("plot", [*OF_A_HISTORY, plot_growth])
+def test_a_monitor_goes_on_while_its_history_is_drawn(cache, history, plot):
+    is_over, ax = threading.Event(), plt.figure().subplots()
+
+    def go_on() -> None:
+        while not is_over.is_set():
+            history.add(dataclasses.replace(history.last, clock=history.last.clock + 1))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        for _ in range(20):
+            plot(*([cache, history] if plot is plot_growth else [history]), ax=ax)
+            ax.clear()
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def line(ax: Axes, label: str) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import verification
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.notes import Notes
+from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.notes import MARKS, Notes
 from arrowcache.storage.overview import CacheStats, Looks, overview
 from arrowcache.storage.pace import Pace
 from arrowcache.storage.recovery import create_store, open_store
@@ -28,7 +29,7 @@ from arrowcache.storage.sizing import require_pace, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
-from arrowcache.units import format_bytes, parse_bytes, require_function
+from arrowcache.units import format_bytes, format_count, parse_bytes, require_function
 
 if TYPE_CHECKING:
     import pyarrow.dataset
@@ -306,12 +307,28 @@ class Cache(Shown, Closable):
             store = self.store
             store.segments()  # new files are looked at without cache.lock
             stats, segments, _ = store.survey(_LOOK_SECONDS)
-            return Card("Cache", str(self.path), [*overview(stats, segments, self._looks), self.schema.table])
+            shown = [
+                *overview(stats, segments, self._looks),
+                *marked_rows(store, segments),
+                self.schema.table,
+            ]
+            return Card("Cache", str(self.path), shown)
         except FileNotFoundError:
             why = "its folder was moved or removed while in use"
         except (OSError, ArrowCacheError, ValueError) as error:
             why = str(error)
         return Card("Cache", f"{self.path}: {why}")
+
+
+def marked_rows(store: Store, segments: Sequence[SegmentInfo]) -> list[str]:
+    """Count the rows of segments that are excluded, and those of each tag, in words; none of no row."""
+    notes = Notes(store)
+    if not notes.version(MARKS):
+        return []
+    rows = Rows.of_counts(*np.array([(each.seq, each.rows) for each in segments], np.int64).reshape(-1, 2).T)
+    marks = {"excluded": notes.excluded(rows)}
+    marks |= {f"tagged {printable(tag)}": notes.tagged(rows, tag) for tag in notes.tags()}
+    return [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]
 
 
 def _require_text(text: object, name: str) -> None:

@@ -1,7 +1,7 @@
 """Display: shows values as text in a terminal and as HTML in a notebook. Nobody else lays out either.
 
-A class describes itself once: a `Card` of sentences, facts, tables, bars and timelines. `Shown` makes its
-`__str__` and its `_repr_html_` of the card. No other module lays out text or writes HTML.
+A class describes itself once: a `Card` of sentences, facts, tables, bars, curves and timelines. `Shown` makes
+its `__str__` and its `_repr_html_` of the card. No other module lays out text or writes HTML.
 
 A user's or a file's name shows as itself and moves nothing. The HTML has no script and no external resource,
 and its style is inline, so that it does not affect other output. Text takes the notebook's own color, lines
@@ -11,9 +11,10 @@ JupyterLab's variables, with colors visible on white and on black as a fallback.
 from __future__ import annotations
 
 import html
+import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from arrowcache.units import format_bytes, format_count, format_seconds, format_
 COLORS = ("#2f7fc1", "#e69f00", "#b66dbd", "#009e73", "#56b4e9", "#d55e00")
 BLUE = COLORS[0]
 GREY = "#8c8c8c"
+_BARS = "▁▂▃▄▅▆▇█"
 _FILLS = "█▓▒░▚▞"  # a terminal's characters for COLORS
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
 _WIDTH = "max-width: 46em"
@@ -46,6 +48,12 @@ def printable(value: object) -> str:
 def shorten(text: str, most: int) -> str:
     """Return at most `most` characters, the last of them "…" if some are left out."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def bars(amounts: Sequence[float]) -> str:
+    """Amounts from 0 on as bars, a character each: the highest fills its line, any above 0 is seen."""
+    highest = max(amounts, default=0) or 1
+    return "".join(_BARS[math.ceil(amount / highest * (len(_BARS) - 1))] for amount in amounts)
 
 
 def _columns(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
@@ -157,24 +165,30 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a head; `total` is a sentence about all of them, `right` names columns of numbers."""
+    """Rows under a head, at least one; `right` names columns of numbers.
+
+    `total` is a sentence about all of them; with it a notebook can fold the table.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
-    total: str
-    right: Sequence[str] = ()
+    total: str = ""
+    right: Collection[str] = ()
 
     def as_text(self) -> str:
         right = [at for at, name in enumerate(self.head) if name in self.right]
-        return f"{_columns((self.head, *self.rows), right)}\n{printable(self.total)}"
+        return f"{_columns((self.head, *self.rows), right)}\n{printable(self.total)}".rstrip()
 
     def as_html(self) -> Markup:
         cell = f"padding: 0.15em 0.9em 0.15em 0; border: 0; border-bottom: {_LINE}"
-        styles = [f"text-align: {'right' if name in self.right else 'left'}; {cell}" for name in self.head]
+        number = "text-align: right; white-space: nowrap"
+        styles = [f"{number if name in self.right else 'text-align: left'}; {cell}" for name in self.head]
         lines = _rows([self.head], styles, "th"), _rows(self.rows, styles)
         table = element(
             "table", *lines, style="border-collapse: collapse; margin: 0.4em 0; font-size: 0.93em"
         )
+        if not self.total:
+            return table
         is_open = "" if len(self.rows) <= _MOST_OPEN else None
         summary = element("summary", self.total, style="cursor: pointer")
         return element("details", summary, table, open=is_open, style="margin: 0.4em 0")
@@ -228,6 +242,37 @@ class Bar:
         frame = f"display: flex; height: 0.9em; margin: 0.3em 0 0.1em; border: {_LINE}; {_WIDTH}"
         names = _legend((name, color) for _, name, color, _ in shown)
         return join([element("div", *pieces, style=frame), names])
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Amounts over time, side by side: (name, the newest as text, amounts of at least 0, oldest first)."""
+
+    curves: Sequence[tuple[str, str, Sequence[float]]]
+
+    def as_text(self) -> str:
+        return _columns((name, bars(amounts[-_TEXT_WIDTH:]), newest) for name, newest, amounts in self.curves)
+
+    def as_html(self) -> Markup:
+        drawn = (
+            element("div", name, " ", element("b", newest), _curve(amounts), style="flex: 1; min-width: 8em")
+            for name, newest, amounts in self.curves
+        )
+        return element("div", *drawn, style=f"display: flex; gap: 2em; margin: 0.6em 0; {_WIDTH}")
+
+
+def _curve(amounts: Sequence[float]) -> Markup:
+    most, last = max(amounts, default=0) or 1, max(1, len(amounts) - 1)
+    points = " ".join(f"{at},{100 - 100 * amount / most:.1f}" for at, amount in enumerate(amounts))
+    line = {"points": points, "fill": "none", "stroke": BLUE, "vector_effect": "non-scaling-stroke"}
+    return element(
+        "svg",
+        element("polygon", points=f"0,100 {points} {last},100", fill=BLUE, opacity=0.2),
+        element("polyline", **line, stroke_width=1.5),
+        viewBox=f"0 -4 {last} 104",
+        preserveAspectRatio="none",
+        style=f"display: block; width: 100%; height: {_CELL_HEIGHT}px; border-bottom: {_LINE}",
+    )
 
 
 class Cell(NamedTuple):
@@ -314,7 +359,7 @@ def _drawn(at: int, cell: Cell, highest: float, colors: dict[str, str]) -> Marku
     return element("g", element("title", title), *parts)
 
 
-Part = str | Facts | Table | Bar | Timeline
+Part = str | Facts | Table | Bar | Curves | Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ MOST_BYTES = 150_000  # of a picture
 
 FREEZE_IF_BUSY = """
 const monitor = document.querySelector(".arrowcache-monitor");
-const texts = (selector) => Array.from(monitor?.querySelectorAll(selector) ?? []).map((e) => e.innerText);
-const isBusy = texts(".leases").length && !texts(".waiting").length && !texts(".rate b").includes("0 B/s");
-const isWellOnItsWay = texts(".loaders td:nth-child(3)").some((epochs) => Number(epochs) > arguments[0]);
+const text = monitor?.innerText ?? "";
+const isBusy = /leased(?! )[^]*Waiting writers: none/.test(text) && !text.includes(" 0 B/s");
+const isWellOnItsWay = Number(text.match(/loader\\s+\\d+\\s+(\\d+)/)?.[1]) > arguments[0];
 if (isBusy && isWellOnItsWay) monitor.replaceWith(monitor.cloneNode(true));
 return Boolean(isBusy && isWellOnItsWay);
 """
@@ -63,7 +63,7 @@ def main() -> int:
         laboratory.wait_until(
             lambda: laboratory.browser.execute_script(FREEZE_IF_BUSY, EPOCHS), "a busy monitor"
         )
-        (monitor,) = laboratory.output("monitor-code", ".arrowcache-monitor")
+        (monitor,) = laboratory.output("monitor-code", ".arrowcache-monitor .widget-html-content > div")
         save("monitor", laboratory.screenshot(monitor))
         laboratory.wait_until(laboratory.has_run, "all cells")
         (gallery,) = laboratory.output("gallery-code", ".jp-RenderedHTMLCommon > div")

@@ -236,16 +236,16 @@ def import_(
         kept = None if segment_bytes is None else bound
         _say_what_stays(ac.Cache.open(cache).store.settings, size, kept)
     task = ParquetImport(files, cache, capacity=size, schema=wanted, segment_bytes=bound, again=again)
-    before = UsageRecord() if task.target.store is None else task.target.store.usage.record()
+    before = UsageRecord() if task.store is None else task.store.usage.record()
     try:
         task.run()
     except KeyboardInterrupt:
-        complain(_interrupted(task.imported.rows, task.rows - task.rows_there, cache, task.target.was_made))
+        complain(_interrupted(task.imported.rows, task.rows - task.rows_there, cache, task.was_made))
         raise
-    if task.target.store is None:  # of files without a row
-        task.target.open()
-    assert task.target.store is not None
-    _report_import(task.target.store, task, before, json)
+    if task.store is None:  # of files without a row
+        task.open()
+    assert task.store is not None
+    _report_import(task.store, task, before, json)
 
 
 def _files_of(given: Path) -> list[Path]:

@@ -16,6 +16,7 @@ import typer
 
 import arrowcache as ac
 from arrowcache.arrow.notation import format_schema, type_name
+from arrowcache.cache import marked_rows
 from arrowcache.cli import INTERRUPTED, OK, USAGE, WRONG, changes, complain
 from arrowcache.cli.app import AsJson, CachePath, Columns, app
 from arrowcache.cli.printing import write, write_frame, write_json, write_table
@@ -110,6 +111,7 @@ def info(cache: CachePath, json: AsJson = False) -> None:
             ("capacity", format_bytes(stats.capacity_bytes)),
             ("segments", f"{stats.segments} ({span})"),
             ("rows", f"{stats.rows} of {format_bytes(row_bytes)}"),
+            *(("notes", says) for says in marked_rows(opened.store, seen.segments)),
             *([("dataset", stats.hits)] if stats.items else []),
             ("full segment", f"{settings.full_rows} rows, at most {format_bytes(settings.segment_bytes)}"),
             ("headroom", f"{settings.headroom:.0%}"),

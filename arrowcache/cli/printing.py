@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from arrowcache.display import printable
-from arrowcache.explore.terminal import fits
 
 _SHOWN_ELEMENTS = 6
+_LEAST_CELL = 12  # characters that a longer cell can be broken into, and still be read
 
 
 def write(text: str) -> None:
@@ -52,7 +52,7 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         return
     console = Console()
     shown = [[printable(cell) for cell in row] for row in ([str(name) for name in columns], *texts)]
-    if not fits(shown, console.width):
+    if not _fits(shown, console.width):
         _print_list(console, shown)
         return
     table = Table()
@@ -61,6 +61,12 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     for row in shown[1:]:
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def _fits(table: Sequence[Sequence[str]], width: int) -> bool:
+    """Tell if a table, its head first, can still be read where it is drawn so many characters wide."""
+    widths = [min(_LEAST_CELL, max(map(len, column))) for column in zip(*table, strict=True)]
+    return sum(widths) + 3 * len(widths) + 1 <= width  # as rich draws a table
 
 
 def _print_list(console: Console, table: list[list[str]]) -> None:

@@ -9,7 +9,7 @@
     walk.py, traceback.py, numbers.py, distribution.py, plain.py    what these have in common
     pictures.py     picture: a value, drawn small; drawing.py and reduction.py are how
     galleries.py    gallery: many of them, by the values of another column
-    observation.py  observe: what one sees of a cache from outside; history.py: of many such looks
+    observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
     plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps
     board.py, lookout.py    what a live monitor shows, and how it is kept up to date
     widget.py       monitor: live, in a notebook
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(_module_of(name), name)
+        value = getattr(_home_of(name), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "arrowcache":
             raise
@@ -89,64 +89,38 @@ def __getattr__(name: str) -> object:
     return value
 
 
-def _module_of(name: str) -> ModuleType:
+def _home_of(name: str) -> ModuleType:
+    home: ModuleType
     match name:
         case "head" | "sample" | "rows" | "to_pandas" | "to_polars":
-            from arrowcache.explore import frames
-
-            return frames
+            from arrowcache.explore import frames as home
         case "sql":
-            from arrowcache.explore import query
-
-            return query
+            from arrowcache.explore import query as home
         case "describe":
-            from arrowcache.explore import summary
-
-            return summary
+            from arrowcache.explore import summary as home
         case "duplicates" | "drift":
-            from arrowcache.explore import compare
-
-            return compare
+            from arrowcache.explore import compare as home
         case "similar" | "map_of":
-            from arrowcache.explore import neighbours
-
-            return neighbours
+            from arrowcache.explore import neighbours as home
         case "export_parquet" | "import_parquet":
-            from arrowcache.explore import exchange
-
-            return exchange
+            from arrowcache.explore import exchange as home
         case "picture":
-            from arrowcache.explore import pictures
-
-            return pictures
+            from arrowcache.explore import pictures as home
         case "gallery":
-            from arrowcache.explore import galleries
-
-            return galleries
+            from arrowcache.explore import galleries as home
         case "observe" | "Observation":
-            from arrowcache.explore import observation
-
-            return observation
+            from arrowcache.explore import observation as home
         case "History":
-            from arrowcache.explore import history
-
-            return history
+            from arrowcache.explore import history as home
         case "open":
-            from arrowcache.explore import explorer
-
-            return explorer
+            from arrowcache.explore import explorer as home
         case "monitor":
-            from arrowcache.explore import widget
-
-            return widget
+            from arrowcache.explore import widget as home
         case "watch":
-            from arrowcache.explore import terminal
-
-            return terminal
+            from arrowcache.explore import terminal as home
         case _:
-            from arrowcache.explore import plots
-
-            return plots
+            from arrowcache.explore import plots as home
+    return home
 
 
 def __dir__() -> list[str]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor
 from arrowcache.explore.distribution import Distribution
-from arrowcache.explore.hashes import group_near, hashes_of, require_images
-from arrowcache.explore.numbers import numbers, real
+from arrowcache.explore.hashes import group_near, hashes_of, holds_images
+from arrowcache.explore.numbers import numbers, real, require_column
 from arrowcache.explore.summary import describing_threads, distribution_of
 from arrowcache.explore.traceback import keeps_nothing
 from arrowcache.explore.walk import AnyCache, walk
@@ -94,7 +94,8 @@ def _pairs(snapshot: Snapshot, rows: NDArray[np.int64], first_rows: NDArray[np.i
 def _near_duplicates(store: Store, names: Sequence[str], near: int, progress: bool | None) -> pd.DataFrame:
     if len(names) != 1:
         raise ValueError(f"near={near} compares the images of one column: name it, not {', '.join(names)}")
-    kind = require_images(store.settings.schema, names[0])
+    wanted = "near duplicates are of images: tensors (h, w), (h, w, c) or (c, h, w), PNG and JPEG files"
+    kind = require_column(store.settings.schema, names[0], holds_images, wanted)
     with Snapshot.take(store) as snapshot:
         hashes, has_one = np.zeros(len(snapshot), np.uint64), np.zeros(len(snapshot), bool)
         done = 0

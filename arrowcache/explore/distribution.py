@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.display import bars
+
 if TYPE_CHECKING:
     from typing import Self
 
 _PIECE = 1 << 18  # numbers
 _CELLS = 128
 _DIGITS = 50  # cells are never so narrow that float64 cannot number them
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +40,7 @@ class Histogram:
     edges: NDArray[Any]
 
     def __str__(self) -> str:
-        highest = max(1, int(self.counts.max(initial=0)))
-        heights = -(-self.counts * (len(_BARS) - 1) // highest)  # what is there at all is seen
-        return "".join(_BARS[height] for height in heights.tolist())
+        return bars(self.counts.tolist())
 
     __repr__ = __str__
 

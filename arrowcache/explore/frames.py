@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
+from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
 from arrowcache.explore.noted import Noted
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.explore.shown import Rows
@@ -116,9 +116,7 @@ def to_polars(
             "arrowcache.explore.to_polars needs polars, which is not installed: pip install polars"
         ) from error
     kinds, values = _oldest(cache, columns, limit)
-    frame = pl.from_arrow(pa.table({name: _plain(kind, values[name]) for name, kind in kinds.items()}))
-    assert isinstance(frame, pl.DataFrame)
-    return frame
+    return pl.DataFrame({name: _polars(kind, values[name]) for name, kind in kinds.items()})
 
 
 def frame_of(
@@ -183,27 +181,23 @@ def _series(kind: FieldType | None, values: ColumnData) -> Any:
     return values
 
 
-def _plain(kind: FieldType | None, values: ColumnData) -> pa.Array:
-    """A gathered column as Arrow array of plain types: nested lists, no extension."""
-    if kind is None:
-        return pa.array(values, pa.list_(pa.utf8()))
-    if isinstance(kind, Timestamp):
-        return pa.array(values, pa.timestamp("us", "UTC"))
-    if not isinstance(kind, Ragged | Tensor):
-        return pa.array(values, kind.arrow_type)
-    if kind.dtype == "bfloat16":
+def _polars(kind: FieldType | None, values: ColumnData) -> pl.Series:
+    """What Polars makes one column of."""
+    import polars as pl
+
+    if kind is None or isinstance(kind, String | Binary):
+        text = pl.Binary if isinstance(kind, Binary) else pl.String
+        return pl.Series(list(values), dtype=text if kind is not None else pl.List(text))
+    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16":
         values = _map(bfloat16_values, values)
-    data = values.data if isinstance(values, Values) else values
-    assert isinstance(data, np.ndarray)
-    shape = kind.shape if isinstance(kind, Tensor) else kind.inner_shape
+    data = np.ascontiguousarray(values.data if isinstance(values, Values) else values)
     if data.dtype.kind == "c":
-        data, shape = data.view(data.real.dtype), (*shape, 2)
-    array = pa.array(np.ascontiguousarray(data).reshape(-1))
-    for size in reversed(shape):
-        array = pa.FixedSizeListArray.from_arrays(array, size)
-    if not isinstance(values, Values):
-        return array
-    return pa.LargeListArray.from_arrays(pa.array(values.offsets), array)
+        data = data.view(data.real.dtype).reshape(*data.shape, 2)
+    series = pl.Series(data)
+    if isinstance(values, Values):
+        lists = pa.LargeListArray.from_arrays(pa.array(values.offsets), series.to_arrow())
+        return pl.Series(lists)
+    return series.dt.replace_time_zone("UTC") if isinstance(kind, Timestamp) else series
 
 
 def _map(function: Callable[[NDArray[Any]], NDArray[Any]], values: ColumnData) -> ColumnData:

@@ -6,16 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from arrowcache import display
-from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
+from arrowcache.arrow.schema import FieldType, Schema, String, Tensor, Timestamp
 from arrowcache.display import printable, shorten
-from arrowcache.explore.drawing import Words, label
+from arrowcache.explore.numbers import require_column
 from arrowcache.explore.pictures import Picture, picture
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
@@ -24,14 +23,8 @@ from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import RowId, row_ids
 from arrowcache.units import format_count, parse_count
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _MOST_PICTURES = 1000
 _MOST_VALUES = 1000  # different ones that a column to group by may have
-_COLUMNS = 8  # of a figure
-_TILE_INCHES, _NAME_INCHES = 1.4, 0.3
 _MOST_NAME = 40  # characters of a value
 
 
@@ -103,23 +96,6 @@ class Gallery:
         """Write it as an HTML file that needs nothing else."""
         Path(path).write_text(display.page(self.title, display.Markup(self._repr_html_())), encoding="utf-8")
 
-    def figure(self) -> Figure:
-        """The same as a matplotlib figure, for `figure.savefig("gallery.png")`."""
-        from matplotlib.figure import Figure  # 0.3 s that a notebook does not need
-
-        columns = min(_COLUMNS, max(1, *(len(group.tiles) for group in self.groups)))
-        lines = [max(1, -(-len(group.tiles) // columns)) for group in self.groups]
-        figure = Figure(
-            figsize=(columns * _TILE_INCHES, sum(lines) * _TILE_INCHES + len(lines) * _NAME_INCHES)
-        )
-        parts = figure.subfigures(len(lines), height_ratios=[n + 0.2 for n in lines], squeeze=False)[:, 0]
-        for part, count, group in zip(parts, lines, self.groups, strict=True):
-            part.suptitle(label(self._name(group)), x=0.01, ha="left", fontsize=9)
-            part.subplots_adjust(left=0.01, right=0.99, bottom=0.02, wspace=0.05)
-            for at, tile in enumerate(group.tiles):
-                _draw(part.add_subplot(count, columns, at + 1), tile)
-        return figure
-
 
 def gallery(
     cache: AnyCache,
@@ -151,7 +127,7 @@ def gallery(
     """
     store = store_of(cache)
     schema = store.settings.schema
-    _require_drawable(schema, column)
+    require_column(schema, column, _has_pictures, "a gallery has pictures of more than one number a row")
     n, values = parse_count(n, "n", most=_MOST_PICTURES), parse_count(values, "values")
     seed = parse_count(seed, "seed", least=0, most=None)
     asked = None if rows is None else _asked(rows, by)
@@ -192,17 +168,12 @@ def _asked(rows: object, by: str | None) -> NDArray[np.int64]:
     return asked
 
 
-def _require_drawable(schema: Schema, column: str) -> None:
-    schema.select([column])
-    if not _is_single(schema[column]):
-        return
-    drawable = [name for name, kind in schema.items() if not _is_single(kind)]
-    others = f"it can show {', '.join(drawable)}" if drawable else "and no column of this cache has more"
-    raise ValueError(f"column {column!r} has one number a row, of which a gallery has no pictures: {others}")
+def _has_pictures(kind: FieldType) -> bool:
+    return not isinstance(kind, Timestamp) and not (isinstance(kind, Tensor) and not kind.shape)
 
 
-def _is_single(kind: FieldType) -> bool:
-    return isinstance(kind, Timestamp) or (isinstance(kind, Tensor) and kind.shape == ())
+def _is_one(kind: FieldType) -> bool:
+    return isinstance(kind, String) or not _has_pictures(kind)
 
 
 def _choose_by(
@@ -211,13 +182,7 @@ def _choose_by(
     """The most frequent values of a column, how many rows have them, and the ids of some of those."""
     from arrowcache.explore.query import TABLE, column_in_sql, sql  # DuckDB, for those who group
 
-    schema.select([by])
-    if isinstance(schema[by], Ragged | Binary) or not (
-        _is_single(schema[by]) or isinstance(schema[by], String)
-    ):
-        one = [name for name, kind in schema.items() if _is_single(kind) or isinstance(kind, String)]
-        others = f": take one of {', '.join(one)}" if one else ""
-        raise ValueError(f"by={by!r} is a column of arrays, not of one value a row{others}")
+    require_column(schema, by, _is_one, "a gallery is grouped by one value a row")
     column = column_in_sql(schema, by)
     found = sql(
         cache,
@@ -241,15 +206,3 @@ def _tile(snapshot: Snapshot, kind: FieldType, column: str, row_id: int, size: i
     value = values.data if isinstance(values, Values) else values[0]
     where = snapshot.locate(ids)
     return Tile(int(where["_seq"][0]), int(where["_row"][0]), picture(value, kind, size))
-
-
-def _draw(axes: Axes, tile: Tile) -> None:
-    drawing: Any = tile.picture.drawing
-    if isinstance(drawing, Words):
-        axes.text(0.5, 0.5, label(shorten(drawing.text, 24)), ha="center", va="center", fontsize=7)
-    else:
-        axes.imshow(
-            drawing.image.convert("RGBA"), interpolation="nearest" if drawing.is_map else "antialiased"
-        )
-    axes.axis("off")
-    axes.set_title(tile.caption, fontsize=6, pad=2)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
 
-from arrowcache.arrow.schema import Binary, FieldType, Schema, Tensor
+from arrowcache.arrow.schema import Binary, FieldType, Tensor
 from arrowcache.explore.numbers import numbers, real
 from arrowcache.explore.pictures import FILES, NO_IMAGE, channel_axis
 
@@ -24,21 +24,7 @@ _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue, a
 _PIECE = 1 << 21  # numbers at a time
 
 
-def require_images(schema: Schema, name: str) -> FieldType:
-    """The type of a column of images.
-
-    Raises: ValueError: a column that holds no images; names those that do.
-    """
-    if not _holds_images(schema[name]):
-        others = [other for other, kind in schema.items() if _holds_images(kind)]
-        raise ValueError(
-            f"column {name!r} is {schema[name]!r}, and near duplicates are of images, in tensors (h, w), "
-            f"(h, w, c) or (c, h, w) or in PNG and JPEG files: {', '.join(others) or 'no column'} can be"
-        )
-    return schema[name]
-
-
-def _holds_images(kind: FieldType) -> bool:
+def holds_images(kind: FieldType) -> bool:
     if isinstance(kind, Tensor):
         return len(kind.shape) == 2 or (len(kind.shape) == 3 and channel_axis(kind.shape) is not None)
     return isinstance(kind, Binary)

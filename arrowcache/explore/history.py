@@ -1,16 +1,14 @@
-"""History: what observations of one cache, one after another, tell: rates, and what became of segments.
+"""History: what observations of one cache, one after another, tell: rates.
 
-Pure: values in, values out. Memory is bounded: of the past it keeps numbers, and segments of the last
-observation only.
+Pure: values in, values out. Memory is bounded: of the past it keeps numbers only.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from arrowcache.explore.observation import HeldLease, Observation, SeenLoader
+from arrowcache.explore.observation import Observation, SeenLoader
 from arrowcache.reading.stats import STAGES, bottleneck_of
 from arrowcache.storage.overview import CacheStats
 
@@ -26,32 +24,24 @@ class LoaderRate:
 
     key: int
     pid: int
-    command: str
     bytes_per_second: float
-    rows_per_second: float
     stall_share: float
     bottleneck: str
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An observation, in numbers; `published_*` and `evicted_*` count since the one before.
+    """An observation, in numbers; `published_bytes` and `evicted_bytes` count since the one before.
 
-    Bytes are allocated ones. What was published and evicted in between was never seen: it is counted, with
-    as many bytes as the mean of those that were. Of `evicted_known` it is known whether anybody leased
-    them, as far as observations show, since they came after the first: `evicted_unread` were not.
+    The cache counts the rows that come and go; each is taken to have as many bytes as those that are there
+    have on average.
     """
 
     time: float
     seconds: float
     stats: CacheStats
-    leases: int
-    published_segments: int
     published_bytes: float
-    evicted_segments: int
     evicted_bytes: float
-    evicted_known: int
-    evicted_unread: int
     loaders: tuple[LoaderRate, ...]
 
     @property
@@ -68,29 +58,17 @@ class Moment:
         return sum(loader.bytes_per_second for loader in self.loaders)
 
 
-@dataclass(slots=True)
-class _Seen:
-    """Segments since the first observation, by seq: how many leases on each were seen."""
-
-    first_seq: int  # what was published before may have been leased before
-    leases: Counter[int] = field(default_factory=Counter)
-    known: Counter[tuple[int | None, int, float]] = field(default_factory=Counter)
-
-
 class History:
     """Observations of one cache, with what happened between them. Another cache begins it anew.
 
     Args:
         limit: moments that are kept; the oldest go.
-
-    `reuse` counts segments by how many leases on them were seen, those there and those evicted since.
     """
 
     def __init__(self, limit: int = _MOST_MOMENTS) -> None:
-        self.moments: deque[Moment] = deque(maxlen=limit)
+        self._limit = limit
+        self.moments: tuple[Moment, ...] = ()  # replaced as a whole: another thread may read them meanwhile
         self.last: Observation | None = None
-        self.reuse_of_evicted: Counter[int] = Counter()
-        self._seen = _Seen(0)
 
     def __len__(self) -> int:
         return len(self.moments)
@@ -98,106 +76,34 @@ class History:
     def __iter__(self) -> Iterator[Moment]:
         return iter(self.moments)
 
-    def __bool__(self) -> bool:
-        return bool(self.moments)
-
     def add(self, observation: Observation) -> Moment:
         """Take in the next observation; returns what happened since the last one."""
         before = self.last
-        if before is None or before.cache != observation.cache or _is_anew(before, observation):
-            self.moments.clear()
-            self.reuse_of_evicted.clear()
-            self._seen, before = _Seen(observation.stats.next_seq), None
-        moment = self._moment(before, observation)
-        self._count_leases(observation, before)
+        if before is not None and _is_another(before, observation):
+            self.moments = ()
+            before = None
         self.last = observation
-        self.moments.append(moment)
+        moment = _moment(before or observation, observation)
+        self.moments = (*self.moments, moment)[-self._limit :]
         return moment
 
-    @property
-    def reuse(self) -> Counter[int]:
-        """Number of leases seen on a segment -> how many segments, there or evicted."""
-        listed = self.last.segments if self.last is not None else ()
-        return self.reuse_of_evicted + Counter(self._seen.leases[segment.seq] for segment in listed)
 
-    @property
-    def unread_share(self) -> float | None:
-        """Of what was published and evicted while it was observed, the share that no lease was seen on."""
-        known = sum(moment.evicted_known for moment in self.moments)
-        unread = sum(moment.evicted_unread for moment in self.moments)
-        return unread / known if known else None
-
-    def _moment(self, before: Observation | None, now: Observation) -> Moment:
-        published_segments = evicted_segments = evicted_known = evicted_unread = 0
-        published_bytes = evicted_bytes = 0.0
-        if before is not None:
-            listed = {segment.seq for segment in now.segments}
-            new = [s for s in now.segments if s.seq >= before.stats.next_seq]
-            gone = [s for s in before.segments if s.seq not in listed]
-            known = [*new, *gone] or [*now.segments]
-            mean = sum(s.allocated_bytes for s in known) / len(known) if known else 0.0
-            published_segments = now.stats.next_seq - before.stats.next_seq
-            passed = max(0, published_segments - len(new))  # came and went unseen
-            published_bytes = sum(s.allocated_bytes for s in new) + passed * mean
-            evicted_segments = len(gone) + passed
-            evicted_bytes = sum(s.allocated_bytes for s in gone) + passed * mean
-            of_known = [s.seq for s in gone if s.seq >= self._seen.first_seq]
-            leases = self._seen.leases
-            evicted_known = len(of_known) + passed
-            evicted_unread = sum(not leases[seq] for seq in of_known) + passed
-            self.reuse_of_evicted.update(leases[s.seq] for s in gone)
-            if passed:
-                self.reuse_of_evicted[0] += passed
-            for segment in gone:
-                leases.pop(segment.seq, None)
-        return Moment(
-            time=now.time,
-            seconds=0.0 if before is None else now.clock - before.clock,
-            stats=now.stats,
-            leases=len(now.leases),
-            published_segments=published_segments,
-            published_bytes=published_bytes,
-            evicted_segments=evicted_segments,
-            evicted_bytes=evicted_bytes,
-            evicted_known=evicted_known,
-            evicted_unread=evicted_unread,
-            loaders=() if before is None else _loader_rates(before, now),
-        )
-
-    def _count_leases(self, now: Observation, before: Observation | None) -> None:
-        known: Counter[tuple[int | None, int, float]] = Counter()
-        epochs = _epochs_begun(before, now)
-        for lease in sorted(now.leases, key=lambda lease: self._seen.known[_name(lease)] > 0):
-            name = _name(lease)
-            known[name] += 1
-            begun = epochs.pop(lease.pid, 0)  # the leases of epochs over the same segments look like one
-            is_new = known[name] > self._seen.known[name]
-            for _ in range(max(begun, is_new)):
-                self._seen.leases.update(
-                    s.seq for s in now.segments if lease.first_seq <= s.seq <= lease.last_seq
-                )
-        self._seen.known = known
+def _is_another(before: Observation, now: Observation) -> bool:
+    """Whether another cache took the place of one, perhaps in a folder of the same identity."""
+    return before.cache != now.cache or now.stats.next_seq < before.stats.next_seq
 
 
-def _epochs_begun(before: Observation | None, now: Observation) -> dict[int | None, int]:
-    """How many epochs the loaders of each process began since the last observation."""
-    if before is None:
-        return {}
-    earlier = {loader.key: loader.epochs for loader in before.loaders}
-    begun: Counter[int | None] = Counter()
-    for loader in now.loaders:
-        begun[loader.pid] += max(0, loader.epochs - earlier.get(loader.key, 0))
-    return dict(begun)
-
-
-def _is_anew(before: Observation, now: Observation) -> bool:
-    """Whether another cache took the place of one, in a folder of the same identity."""
-    return now.stats.next_seq < before.stats.next_seq
-
-
-def _name(lease: HeldLease) -> tuple[int | None, int, float]:
-    """What stays of a lease from one observation to the next."""
-    return lease.pid, lease.last_seq, lease.since
+def _moment(before: Observation, now: Observation) -> Moment:
+    stats = now.stats if now.stats.rows else before.stats
+    row_bytes = stats.published_bytes / max(1, stats.rows)
+    return Moment(
+        time=now.time,
+        seconds=now.clock - before.clock,
+        stats=now.stats,
+        published_bytes=max(0, now.stats.inserted_rows - before.stats.inserted_rows) * row_bytes,
+        evicted_bytes=max(0, now.stats.evicted_rows - before.stats.evicted_rows) * row_bytes,
+        loaders=() if before is now else _loader_rates(before, now),
+    )
 
 
 def _loader_rates(before: Observation, now: Observation) -> tuple[LoaderRate, ...]:
@@ -209,24 +115,17 @@ def _loader_rates(before: Observation, now: Observation) -> tuple[LoaderRate, ..
 def _loader_rate(before: SeenLoader | None, now: SeenLoader, seconds: float) -> LoaderRate:
     """Since the last look, or since it was made, which was later."""
 
-    def more(count: float, name: str) -> float:
-        return max(0.0, count - (getattr(before, name) if before is not None else 0))
+    def more(name: str) -> float:
+        return float(max(0, getattr(now, name) - getattr(before, name, 0)))
 
-    stages = {
-        name: max(0.0, now.stage_seconds[name] - (before.stage_seconds[name] if before is not None else 0.0))
-        for name in STAGES
-    }
-    stall_seconds = more(now.stall_seconds, "stall_seconds")
-    stalls = int(more(now.stalls, "stalls")) + now.is_waiting
-    is_inside = more(now.seconds, "seconds") > 0  # an epoch
+    earlier = {} if before is None else before.stage_seconds
+    stages = {name: max(0.0, now.stage_seconds[name] - earlier.get(name, 0.0)) for name in STAGES}
+    stalls, stalled = int(more("stalls")) + now.is_waiting, more("stall_seconds")
+    inside = more("seconds")  # an epoch
     return LoaderRate(
         key=now.key,
         pid=now.pid,
-        command=now.command,
-        bytes_per_second=more(now.bytes, "bytes") / seconds if seconds else 0.0,
-        rows_per_second=more(now.rows, "rows") / seconds if seconds else 0.0,
-        stall_share=min(1.0, stall_seconds / seconds) if seconds else 0.0,
-        bottleneck=bottleneck_of(now.batches, stalls, more(now.seconds, "seconds"), stall_seconds, stages)
-        if is_inside
-        else "none",
+        bytes_per_second=more("bytes") / seconds if seconds else 0.0,
+        stall_share=min(1.0, stalled / seconds) if seconds else 0.0,
+        bottleneck=bottleneck_of(now.batches, stalls, inside, stalled, stages) if inside else "none",
     )

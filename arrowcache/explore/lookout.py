@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
+from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.history import History
 from arrowcache.explore.observation import observe
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.storage.store import Store
 
 _LOCK_TIMEOUT_SECONDS = 2.0
 
@@ -29,7 +29,7 @@ class Lookout:
         self.path = store_of(cache).folder.path
         self.history = History()
         self._lock_timeout = lock_timeout
-        self._store: Store | None = None  # one of its own, which nobody closes
+        self._cache: Cache | None = None  # one of its own, which nobody closes
         self._identity: tuple[int, int] | None = None
 
     def look(self) -> str | None:
@@ -40,19 +40,11 @@ class Lookout:
         """
         try:
             identity = file_identity(os.stat(self.path))
-            if self._store is None or identity != self._identity:
-                self._store, self._identity = store_of(self.path), identity
-            before = self.history.last
-            observation = observe(_Has(self._store), before, lock_timeout=self._lock_timeout)
+            if self._cache is None or identity != self._identity:
+                self._cache, self._identity = Cache.open(self.path), identity
+            observation = observe(self._cache, self.history.last, lock_timeout=self._lock_timeout)
         except (ArrowCacheError, OSError) as error:
-            self._store = None
+            self._cache = None
             return sentence_of(error)
         self.history.add(observation)
         return None
-
-
-class _Has:
-    """A store, as `observe` takes it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store

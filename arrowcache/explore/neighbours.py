@@ -15,9 +15,9 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.random_projection import SparseRandomProjection
 from threadpoolctl import threadpool_limits
 
-from arrowcache.arrow.schema import Schema, String, Tensor
+from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
 from arrowcache.explore.frames import frame_of
-from arrowcache.explore.numbers import real
+from arrowcache.explore.numbers import real, require_column
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
@@ -119,11 +119,7 @@ def map_of(
     schema = store.settings.schema
     kind = _vectors(schema, column)
     if by is not None:
-        schema.select([by])
-        if not isinstance(color := schema[by], String) and getattr(color, "shape", None) != ():
-            raise ValueError(
-                f"by={by!r} is {schema[by]!r}, not one number or text a row, which a color stands for"
-            )
+        require_column(schema, by, _is_one, "a color stands for one number or text a row")
     kept: list[NDArray[np.float32]] = []
     places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     project = SparseRandomProjection(_KEPT, dense_output=True, random_state=0)
@@ -150,15 +146,14 @@ def map_of(
 
 
 def _vectors(schema: Schema, column: str) -> Tensor:
-    schema.select([column])
-    kind = schema[column]
-    if not isinstance(kind, Tensor):
-        others = [name for name, kind in schema.items() if isinstance(kind, Tensor)]
-        raise ValueError(
-            f"column {column!r} is {kind!r}: rows are compared by vectors of one length, and those of "
-            f"{', '.join(others) or 'no column'} are some"
-        )
+    wanted = "rows are compared by vectors of one length"
+    kind = require_column(schema, column, lambda kind: isinstance(kind, Tensor), wanted)
+    assert isinstance(kind, Tensor)
     return kind
+
+
+def _is_one(kind: FieldType) -> bool:
+    return isinstance(kind, String) or (isinstance(kind, Tensor) and not kind.shape)
 
 
 def _drawn(snapshot: Snapshot, max_rows: int | None, seed: int) -> NDArray[np.int64]:

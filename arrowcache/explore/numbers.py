@@ -1,7 +1,11 @@
-"""Numbers: what of a column counts as a number. Views of the mapped file, as far as they can be."""
+"""Numbers: what of a column counts as a number, and which columns have what is asked for.
+
+Numbers are views of the mapped file, as far as they can be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType, Ragged, String, Tensor
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, String, Tensor
+
+
+def require_column(schema: Schema, name: str, fits: Callable[[FieldType], bool], wanted: str) -> FieldType:
+    """The type of a column that `fits`.
+
+    Args:
+        wanted: says what for, and of what kind.
+    Raises: ValueError: another column; names those that fit, too.
+    """
+    schema.select([name])
+    if not fits(schema[name]):
+        others = ", ".join(other for other, kind in schema.items() if fits(kind))
+        raise ValueError(f"column {name!r} is {schema[name]!r}, and {wanted}: {others or 'no column'} can be")
+    return schema[name]
 
 
 def numbers(column: pa.Array, kind: FieldType) -> NDArray[Any]:

@@ -15,19 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from arrowcache.arrow.foreign import kind_of, require_fields, values_of
 from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
+from arrowcache.explore.noted import EXCLUDED, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
-from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings
+from arrowcache.storage.layout import CACHE_JSON
 from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
 from arrowcache.storage.sizing import settings_of
 from arrowcache.storage.store import Store
@@ -35,47 +37,15 @@ from arrowcache.units import format_count
 
 _GROUP_BYTES = 16 << 20  # of what is imported at a time
 _MOST_ROWS = 1 << 16
+_OF_ROWS = (*RESERVED_NAMES, EXCLUDED, TAGS)  # what a DataFrame of another cache says of its rows there
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file; all else is no reason to take it back
-
-
-class Target:
-    """The cache to import into.
-
-    Args:
-        settings: the cache's, or those that it will have.
-        store: None: it is made when it is first opened, by `create`, at `path`.
-    """
-
-    def __init__(
-        self, path: Path, settings: Settings, store: Store | None, create: partial[Cache] | None = None
-    ) -> None:
-        self.path, self.settings, self.store = path, settings, store
-        self._create = create
-        self._made: list[Path] | None = None
-
-    @property
-    def was_made(self) -> bool:
-        """By `open`, and it is still there."""
-        return self._made is not None
-
-    def open(self) -> Store:
-        if self.store is None:
-            assert self._create is not None
-            folders = new_folders(self.path)
-            self.store = self._create().store
-            self._made = folders
-        return self.store
-
-    def remove_if_unused(self) -> None:
-        """Have what `open` made vanish, unless anything was published in it."""
-        if self._made is not None and self.store is not None and remove_unused(self.store, self._made):
-            self.store = self._made = None
 
 
 class ParquetImport:
     """Files to be imported. What can be checked without reading a row is checked first, and nothing is made.
 
-    Arguments and what is raised: as those of `import_parquet`.
+    Arguments and what is raised: as those of `import_parquet`. `store` is None before the cache is made;
+    `was_made`: this import made it, and it is still there.
     """
 
     def __init__(
@@ -93,11 +63,27 @@ class ParquetImport:
         if not self._paths:
             raise ValueError("files is empty: name at least one")
         wanted = schema if schema is None or isinstance(schema, Schema) else Schema(schema)
-        self.target = _target(cache, self._paths[0], wanted, capacity, segment_bytes)
-        self._schema = self.target.settings.schema
+        self.store: Store | None = None
+        self.was_made = False
+        self._create: partial[Cache] | None = None
+        if isinstance(cache, str | os.PathLike) and capacity is not None:
+            path = Path(cache).absolute()
+            if not os.path.lexists(path / CACHE_JSON):
+                is_free(path)
+                wanted = wanted or _schema_of(self._paths[0])
+                settings = settings_of(wanted, capacity, segment_bytes, None, 0.1, False)
+                self._create = partial(Cache.create, path, wanted, capacity, segment_bytes)
+                self._folders = new_folders(path)
+        if self._create is None:
+            self.store = store_of(cache)
+            settings = self.store.settings
+            if wanted is not None and dict(wanted) != dict(settings.schema):
+                differs = difference(settings.schema, wanted)
+                raise SchemaError(f"{self.store.folder.path} has another schema: {differs}")
+        self._schema = settings.schema
         self._rows = {path: _checked_rows(path, self._schema) for path in self._paths}
         nonce = uuid.uuid4().hex[:8] if again else ""
-        self._ingest = Ingest(self.target.settings, self.target.open, "parquet", again=nonce)
+        self._ingest = Ingest(settings, self.open, "parquet", again=nonce)
         self.rows_there = 0  # that were in already
         self.rows_returned = 0  # that are imported, had been before, and had left
 
@@ -111,11 +97,24 @@ class ParquetImport:
         """What was published so far."""
         return self._ingest.published
 
+    def open(self) -> Store:
+        """The store of the cache, which is made now unless it is there."""
+        if self.store is None:
+            assert self._create is not None
+            self.store = self._create().store
+            self.was_made = True
+        return self.store
+
+    def _remove_if_unused(self) -> None:
+        """Have what `open` made vanish, unless anything was published in it."""
+        if self.was_made and self.store is not None and remove_unused(self.store, self._folders):
+            self.store, self.was_made = None, False
+
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
         try:
             with self._ingest, progress_bar(progress, desc="importing", unit=" rows") as bar:
-                if self.target.store is not None:
+                if self.store is not None:
                     self._ingest.open()
                 for count, path in enumerate(self._paths):
                     digest = fingerprint(path)
@@ -124,14 +123,10 @@ class ParquetImport:
                     except _FAULTS as error:
                         raise self._given_up(path, digest, count, error) from None
                 self._ingest.publish()
-        except _FAULTS:
-            self.target.remove_if_unused()
-            raise
-        except (ArrowCacheError, OSError) as error:
-            self.target.remove_if_unused()
-            raise self._counted(error) from error.__cause__
-        except BaseException:  # Ctrl-C
-            self.target.remove_if_unused()
+        except BaseException as error:
+            self._remove_if_unused()
+            if isinstance(error, ArrowCacheError | OSError) and not isinstance(error, _FAULTS):
+                raise self._counted(error) from error.__cause__
             raise
         if self.rows and not self.imported.rows:
             self._refuse()
@@ -166,42 +161,28 @@ class ParquetImport:
             self._bring(before, fingerprint(before), None)  # what shared a segment with it
         self._ingest.publish()
         self._ingest.close()  # else somebody writes to it
-        self.target.remove_if_unused()
+        self._remove_if_unused()
         text = f"{error}" if str(error).startswith(str(path)) else f"{path}: {error}"
+        rows = format_count(sum(segment.rows for segment in leased), "row")
+        stays = f", but for {rows} that a reader leases" if leased else ""
         kind = next(kind for kind in _FAULTS if isinstance(error, kind))
-        return kind(f"{text}; {self._left(count, leased)}")
-
-    def _left(self, count: int, leased: list[SegmentInfo]) -> str:
-        """What a bad file leaves in the cache, and how to go on."""
-        again = "repair it or leave it out, and import again"
-        stays = ""
-        if leased:
-            rows = sum(segment.rows for segment in leased)
-            stays = f" ({format_count(rows, 'row')} of its segments stay, since a reader leases them)"
-        if not count:
-            cache = "no cache was made" if self.target.store is None else "none of its rows is in the cache"
-            return f"nothing was imported, {cache}{stays}: {again}"
-        rows = sum(self._rows[path] for path in self._paths[:count])
-        files = format_count(count, "file")
-        verb = "is" if rows == 1 else "are"
-        return (
-            f"{format_count(rows, 'row')} of the {files} before it {verb} imported, and none of its own"
-            f"{stays}: {again}; what is in the cache does not come twice"
+        return kind(
+            f"{text}; {self._so_far()}, and none of this file stays{stays}: "
+            "repair it or leave it out, and import again"
         )
 
     def _counted(self, error: ArrowCacheError | OSError) -> Exception:
         """The same error with what was imported before it."""
-        rows = self.imported.rows
-        if rows:
-            text = (
-                f"{rows:,} of {self.rows - self.rows_there:,} rows were imported: "
-                "import the same files again to go on with the others"
-            )
-        else:
-            text = "nothing was imported" + (", no cache was made" if self.target.store is None else "")
+        more = ": import the same files again to go on with the others" if self.imported.rows else ""
+        text = f"{self._so_far()}{more}"
         if isinstance(error, OSError) and error.errno is not None:
             return OSError(error.errno, f"{error.strerror}; {text}", error.filename)
         return type(error)(f"{error}; {text}")
+
+    def _so_far(self) -> str:
+        if self.imported.rows:
+            return f"{self.imported.rows:,} of {self.rows - self.rows_there:,} rows were imported"
+        return "nothing was imported" + (", no cache was made" if self.store is None else "")
 
     def _refuse(self) -> None:
         files = "the file" if len(self._paths) == 1 else f"the {len(self._paths)} files"
@@ -209,7 +190,7 @@ class ParquetImport:
             errno.EEXIST,
             f"the cache has all {format_count(self.rows, 'row')} of {files} already: nothing was imported; "
             "again=True imports them once more",
-            str(self._paths[0]) if len(self._paths) == 1 else str(self.target.path),
+            str(self._paths[0] if len(self._paths) == 1 else self.open().folder.path),
         )
 
 
@@ -223,23 +204,6 @@ def _find(files: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
             yield from found
         else:
             raise FileNotFoundError(errno.ENOENT, "the folder has no *.parquet", str(given))
-
-
-def _target(
-    cache: AnyCache, first: Path, schema: Schema | None, capacity: int | str | None, segment_bytes: int | str
-) -> Target:
-    if isinstance(cache, str | os.PathLike):
-        path = Path(cache).absolute()
-        if capacity is not None and not os.path.lexists(path / CACHE_JSON):
-            is_free(path)
-            schema = schema or _schema_of(first)
-            settings = settings_of(schema, capacity, segment_bytes, None, 0.1, False)
-            return Target(path, settings, None, partial(Cache.create, path, schema, capacity, segment_bytes))
-    store = store_of(cache)
-    has = store.settings.schema
-    if schema is not None and dict(schema) != dict(has):
-        raise SchemaError(f"{store.folder.path} has another schema: {difference(has, schema)}")
-    return Target(store.folder.path, store.settings, store)
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -260,7 +224,8 @@ def _damaged(path: Path, error: Exception) -> Exception:
 def _schema_of(path: Path) -> Schema:
     with _open(path) as file:
         try:
-            return Schema({field.name: kind_of(field) for field in file.schema_arrow})
+            fields = [field for field in file.schema_arrow if field.name not in _OF_ROWS]
+            return Schema({field.name: kind_of(field) for field in fields})
         except (SchemaError, ValueError) as error:
             raise SchemaError(f"{path}: {error}") from None
 
@@ -280,20 +245,15 @@ def _checked_rows(path: Path, schema: Schema) -> int:
 
 def _batches(path: Path, schema: Schema, first: int, stop: int) -> Iterator[pa.RecordBatch]:
     """A file's rows from `first` to `stop`, some MB at a time."""
-    rows = max(1, min(_MOST_ROWS, _GROUP_BYTES // max(1, row_bytes(schema))))
     with _open(path) as file:
-        groups: list[int] = []  # that have these rows
-        start, at, largest = 0, 0, 0  # the row that they begin with; that of a group; bytes of one
-        for group in range(file.num_row_groups):
-            found = file.metadata.row_group(group)
-            if at < stop and at + found.num_rows > first:
-                start = start if groups else at
-                groups.append(group)
-                largest = max(largest, found.total_byte_size)
-            at += found.num_rows
-        rows = max(1, min(rows, file.metadata.num_rows * _GROUP_BYTES // max(1, largest)))
+        found = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+        starts = np.cumsum([0, *(group.num_rows for group in found)])
+        groups = [at for at in range(len(found)) if starts[at] < stop and starts[at + 1] > first]
+        largest = max((found[at].total_byte_size / max(1, found[at].num_rows) for at in groups), default=1)
+        rows = int(min(_MOST_ROWS, _GROUP_BYTES // max(1, row_bytes(schema), largest)))
+        start = starts[groups[0]] if groups else 0
         try:
-            for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=list(schema)):
+            for batch in file.iter_batches(max(1, rows), row_groups=groups, columns=list(schema)):
                 wanted = batch.slice(max(0, first - start), max(0, stop - max(start, first)))
                 start += batch.num_rows
                 if wanted.num_rows:

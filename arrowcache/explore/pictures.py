@@ -39,7 +39,7 @@ from arrowcache.explore.drawing import Drawing, Pixels, Words, colored, line, si
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.units import format_bytes, parse_count
 
-_SIZE = 192  # pixels a side, alone; in a cell of a table half of that
+_SIZE = 192  # pixels a side
 _MOST_TEXT = 60
 _CHANNELS = (1, 3, 4)
 _MAGIC = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
@@ -81,11 +81,6 @@ def picture(value: object, kind: FieldType | None = None, size: int = _SIZE) -> 
     size = parse_count(size, "size", least=8, most=4096)
     with np.errstate(all="ignore"):
         return Picture(*_draw(value, kind, size), size)
-
-
-def picture_html(value: object, kind: FieldType | None, size: int = _SIZE // 2) -> str:
-    """The HTML of one value of a column, such as for the cell of a table."""
-    return picture(value, kind, size)._repr_html_()
 
 
 def _draw(value: object, kind: FieldType | None, size: int) -> tuple[Drawing, str]:

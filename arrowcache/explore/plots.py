@@ -22,8 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
-from arrowcache.explore.history import History
-from arrowcache.explore.numbers import real
+from arrowcache.explore.history import History, Moment
+from arrowcache.explore.numbers import real, require_column
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
@@ -49,10 +49,10 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
     """
     survey = store_of(cache).survey()
     ax = _axes(ax, "Growth and eviction", "MiB")
-    if history:
-        when = _dates([moment.time for moment in history])
-        evicted = np.cumsum([moment.evicted_bytes for moment in history]) / _MIB
-        ax.plot(when, [moment.stats.published_bytes / _MIB for moment in history], label="published segments")
+    if moments := history.moments if history is not None else ():
+        when = _dates([moment.time for moment in moments])
+        evicted = np.cumsum([moment.evicted_bytes for moment in moments]) / _MIB
+        ax.plot(when, [moment.stats.published_bytes / _MIB for moment in moments], label="published segments")
         ax.plot(when, evicted, label="evicted since")
     else:
         sizes = np.array([segment.allocated_bytes for segment in survey.segments], float)
@@ -65,9 +65,8 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
 
 def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
     """Bytes a second that samplers published, and that each loader delivered, between observations."""
-    _require_moments(history)
+    moments = [moment for moment in _moments(history) if moment.seconds]
     ax = _axes(ax, "Throughput", "MiB/s")
-    moments = [moment for moment in history if moment.seconds]
     when = _dates([moment.time for moment in moments])
     ax.plot(when, [moment.published_bytes_per_second / _MIB for moment in moments], label="published")
     pids = {loader.key: loader.pid for moment in moments for loader in moment.loaders}
@@ -113,35 +112,23 @@ def plot_ages(
     return _with_legend(ax)
 
 
-def plot_reuse(history: History, *, ax: Axes | None = None) -> Axes:
-    """How many leases were seen on segments: how often each was read, about.
-
-    It counts the segments of the cache and those evicted since the history began. An epoch is one lease, and
-    so is any snapshot; each worker process of a loader has one of its own. A lease that came and went between
-    two observations is not counted, unless it was an epoch of a loader that reads on; nor is any before the
-    first.
-    """
-    _require_moments(history)
-    reuse = history.reuse
+def plot_reuse(cache: Source, *, ax: Axes | None = None) -> Axes:
+    """How many epochs read the segments that are in the cache: segments by epochs."""
+    store = store_of(cache)
+    epochs = store.usage.served(np.array([segment.seq for segment in store.survey().segments], np.int64))
     ax = _axes(ax, "Reuse of segments", "segments")
-    ax.set_xlabel("leases seen")
-    ax.bar(list(reuse), list(reuse.values()))
+    ax.set_xlabel("epochs that read them")
+    ax.bar(*np.unique(epochs, return_counts=True))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return ax
 
 
 def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
-    """The share of evicted segments on which no lease was seen, over time, since the history began.
-
-    Only of segments that were published since: of older ones nobody knows who read them. A lease that came
-    and went between two observations is unseen, so the share is an upper bound.
-    """
-    _require_moments(history)
-    known = np.cumsum([moment.evicted_known for moment in history])
-    unread = np.cumsum([moment.evicted_unread for moment in history])
-    ax = _axes(ax, "Evicted unread", "% of evicted segments")
-    when = _dates([moment.time for moment in history])
-    ax.plot(when, np.where(known > 0, 100 * unread / np.maximum(known, 1), np.nan), label="never leased")
+    """The share of the rows evicted so far that no epoch had read, over time."""
+    moments = _moments(history)
+    ax = _axes(ax, "Evicted unread", "% of evicted rows")
+    shares = [100 * moment.stats.unread_share for moment in moments]
+    ax.plot(_dates([moment.time for moment in moments]), shares, label="never read")
     ax.set_ylim(0, 100)
     return _over_time(ax)
 
@@ -169,24 +156,20 @@ def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None =
     """
     bins = parse_count(bins, "bins")
     store = store_of(cache)
-    (name,) = store.settings.schema.select([column])
-    kind = store.settings.schema[name]
-    _require_numbers(store, name, kind)
+    wanted = "there are no numbers in it to be drawn"
+    kind = require_column(store.settings.schema, column, _has_numbers, wanted)
     listed = store.survey().segments
     count = min(len(listed), _MOST_SEGMENTS)
     chosen = [listed[i] for i in np.linspace(0, len(listed) - 1, count).round().astype(int)] if count else []
-    values = {segment.seq: _values(store, segment, name, kind) for segment in chosen}
+    values = {segment.seq: _values(store, segment, column, kind) for segment in chosen}
     values = {seq: some for seq, some in values.items() if len(some)}
     if not values:
-        raise ValueError(f"column {name!r} has no finite values in {store.folder.path}: nothing can be drawn")
-    low = min(some.min() for some in values.values())
-    high = max(some.max() for some in values.values())
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    edges = np.linspace(low, high, bins + 1)
-    shares = np.stack([np.histogram(some, edges)[0] / len(some) for some in values.values()], axis=1)
-    ax = _axes(ax, f"Values of {label(name)} by segment", label(name))
-    mesh = ax.pcolormesh(np.arange(len(values) + 1) - 0.5, edges, shares, cmap="viridis")
+        raise ValueError(f"column {column!r} has no finite values in {store.folder.path} to be drawn")
+    sizes = [len(some) for some in values.values()]
+    cells: Any = [np.arange(len(sizes) + 1) - 0.5, bins]
+    places, shares = (np.repeat(each, sizes) for each in (np.arange(len(sizes)), 1 / np.array(sizes)))
+    ax = _axes(ax, f"Values of {label(column)} by segment", label(column))
+    *_, mesh = ax.hist2d(places, np.concatenate([*values.values()]), cells, weights=shares)
     seqs = list(values)
     ticks = np.unique(np.linspace(0, len(seqs) - 1, min(len(seqs), 8)).round().astype(int))
     ax.set_xticks(ticks, [str(seqs[tick]) for tick in ticks])
@@ -211,18 +194,9 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _require_numbers(store: Store, name: str, kind: FieldType) -> None:
-    def has_numbers(kind: FieldType) -> bool:
-        if isinstance(kind, Timestamp):
-            return True
-        return isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
-
-    if not has_numbers(kind):
-        others = [other for other, kind in store.settings.schema.items() if has_numbers(kind)]
-        raise ValueError(
-            f"column {name!r} is {kind!r}: there are no numbers in it that could be drawn; "
-            f"columns that have some: {', '.join(others) or 'none'}"
-        )
+def _has_numbers(kind: FieldType) -> bool:
+    is_list = isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
+    return is_list or isinstance(kind, Timestamp)
 
 
 def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:
@@ -274,8 +248,11 @@ def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
     return np.asarray(moments.tz_convert(dt.datetime.now().astimezone().tzinfo).tz_localize(None))
 
 
-def _require_moments(history: History) -> None:
+def _moments(history: History) -> tuple[Moment, ...]:
+    """Those of a history, which may go on meanwhile, at least two."""
     if not isinstance(history, History):
         raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
-    if not any(moment.seconds for moment in history):
+    moments = history.moments
+    if not any(moment.seconds for moment in moments):
         raise ValueError("the history has fewer than two observations: what happened between them is drawn")
+    return moments

@@ -37,17 +37,13 @@ _CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "autoload_known_extensions": "false",
     "python_enable_replacements": "false",  # a table is never a variable of the caller's
 }
-_MACRO = """
-create temp macro _half(bits, digits, exponents) as (
-    case when bits >= 32768 then -1.0::float else 1.0::float end
-    * case (bits & 32767) >> digits
-        when 0 then (bits & ((1 << digits) - 1)) * pow(2.0, 1 - (exponents >> 1) - digits)
-        when exponents then case when bits & ((1 << digits) - 1) = 0 then 'inf' else 'nan' end::float
-        else (1 + (bits & ((1 << digits) - 1)) * pow(2.0, -digits))
-            * pow(2.0, ((bits & 32767) >> digits) - (exponents >> 1))
-      end)::float
+_HALVES = """
+create temp macro _bfloat16(bits) as (bits::uinteger << 16)::bit::float;
+create temp macro _float16(bits) as _bfloat16((bits & 32768) | 16256) * case
+    when (bits & 31744) < 31744 then ((bits & 32767)::uinteger << 13)::bit::float * pow(2, 112)::float
+    when (bits & 1023) = 0 then 'inf'::float else 'nan'::float
+end;
 """
-_HALVES = {"float16": (10, 31), "bfloat16": (7, 255)}  # digits of the mantissa, highest exponent
 _OF_ELEMENTS = {
     "t_mean": "list_avg({0})",
     "t_min": "list_min({0})",
@@ -58,7 +54,6 @@ _OF_ELEMENTS = {
 _MEANT = {"avg": "t_mean", "mean": "t_mean", "min": "t_min", "max": "t_max"}
 _MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
 _FOR_NUMBERS = "|".join([*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS])
-_RUN = 1 << 16  # rows that `_row` counts by one array; longer segments take several runs
 _MOST_NAMED = 20
 _SMALL_BYTES = 4 << 20
 
@@ -148,7 +143,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
 def connect() -> duckdb.DuckDBPyConnection:
     """A database in memory that reaches no file, no network and no variable."""
     connection = duckdb.connect(config=_CONFIG)
-    connection.execute(_MACRO)
+    connection.execute(_HALVES)
     return connection
 
 
@@ -174,32 +169,19 @@ def create_view(
     connection.register(FILES, _with_ids(table, snapshot))
     shown = ["", *(_column(name, schema[own]) for name, own in zip(names, own_names, strict=True))]
     shown += map(_quoted, noted)
-    ids = '"_seq", "_row" + "_age_seconds" as "_row"'  # see _with_ids
+    ids = '"_seq", "_row"::bigint as "_row"'
     connection.execute(f'create temp view {view} as select {ids}{", ".join(shown)} from "{FILES}"')
     return batches
 
 
 def _with_ids(table: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Add what the view makes ids of. It takes some bytes a segment, and some hundred thousand in all.
-
-    `_seq` and `_age_seconds` are runs of one number each. `_row` counts from 0 in each run, by one array that
-    all share, and the run begins at row `_age_seconds` of its segment: a name that no column has.
-    """
+    """Add `_seq`, a run of one number a segment, and `_row`, which counts by one array that all share."""
     rows = snapshot.segment_rows
-    runs = -(-rows // _RUN)
-    starts = (np.arange(runs.sum()) - np.repeat(np.cumsum(runs) - runs, runs)) * _RUN
-    sizes = np.minimum(_RUN, np.repeat(rows, runs) - starts)
-    count = pa.array(np.arange(sizes.max(initial=0), dtype=np.uint16))
-    counts = {size: count.slice(0, size) for size in set(sizes.tolist())}
-    ends = pa.array(np.cumsum(sizes), pa.int64())
-    seqs, starts = (pa.array(values, pa.int64()) for values in (np.repeat(snapshot.seqs, runs), starts))
-    for name, column in (
-        ("_seq", pa.RunEndEncodedArray.from_arrays(ends, seqs)),
-        ("_row", pa.chunked_array([counts[size] for size in sizes.tolist()], pa.uint16())),
-        ("_age_seconds", pa.RunEndEncodedArray.from_arrays(ends, starts)),
-    ):
-        table = table.append_column(name, column)
-    return table
+    ends, seqs = pa.array(np.cumsum(rows), pa.int64()), pa.array(snapshot.seqs, pa.int64())
+    count = pa.array(np.arange(rows.max(initial=0), dtype=np.int32))
+    counts = pa.chunked_array([count.slice(0, size) for size in rows.tolist()], pa.int32())
+    table = table.append_column("_seq", pa.RunEndEncodedArray.from_arrays(ends, seqs))
+    return table.append_column("_row", counts)
 
 
 def _macros(types: Mapping[str, str], schema: Schema) -> str:
@@ -349,14 +331,13 @@ def _column(name: str, kind: FieldType) -> str:
     sizes = "".join(f"[{size}]" for size in reversed(shape)) + "[]" * isinstance(kind, Ragged)
     if kind.dtype == "bool":
         return f"{quoted}::boolean{sizes} as {quoted}"
-    if kind.dtype not in _HALVES:
+    if kind.dtype not in ("float16", "bfloat16"):
         return quoted
-    digits, exponents = _HALVES[kind.dtype]
     depth = len(shape) + isinstance(kind, Ragged)
-    value = f"_half(x{depth}, {digits}, {exponents})"
+    value = f"_{kind.dtype}(x{depth})"
     for level in range(depth, 0, -1):
         value = f"[{value} for x{level} in x{level - 1}]"
-    value = value.replace("x0", quoted) if depth else f"_half({quoted}, {digits}, {exponents})"
+    value = value.replace("x0", quoted)
     return f"{value}::float{sizes} as {quoted}"
 
 

@@ -14,6 +14,7 @@ from arrowcache.display import shorten
 from arrowcache.errors import ArrowCacheError, sentence_of
 
 _MOST_TEXT = 200
+_SIZE = 96  # pixels a side of a picture in a cell
 
 
 class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type information
@@ -51,10 +52,10 @@ def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
             value is None or not _has_axes(kind)
         ):
             return html.escape(shorten(str(value), _MOST_TEXT))
-        from arrowcache.explore.pictures import picture_html  # matplotlib's colours, for those who look
+        from arrowcache.explore.pictures import picture  # matplotlib's colours, for those who look
 
         try:
-            return picture_html(value, kind)
+            return picture(value, kind, _SIZE)._repr_html_()
         except (ArrowCacheError, TypeError, ValueError) as error:
             return html.escape(shorten(f"cannot be drawn: {sentence_of(error)}", _MOST_TEXT))
 

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from arrowcache.explore.board import board_of
+from arrowcache.explore.board import board_of, line_of
 from arrowcache.explore.lookout import Lookout
 from arrowcache.storage.recovery import HasStore
-from arrowcache.units import format_count, parse_seconds
+from arrowcache.units import parse_seconds
 
-_BAR_WIDTH = 40
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SPARKS_SHOWN = 40
 _LEAST_INTERVAL = 0.05
-_LEAST_CELL = 12  # characters that a longer cell can be broken into, and still be read
 
 
 def watch(
@@ -48,17 +41,18 @@ def watch(
         is_live = console.is_terminal and not console.is_dumb_terminal  # one that can draw over what is there
         if once or not is_live:
             while True:
-                board = board_of(lookout.history, lookout.look(), lookout.path)
-                console.print(render(board) if is_live else line_of(board), soft_wrap=not is_live)
+                console.print(view(lookout) if is_live else line(lookout), soft_wrap=not is_live)
                 if once:
                     return
                 time.sleep(seconds)  # Ctrl-C in the wait of an Event may come out as a RuntimeError
-        board = board_of(lookout.history, lookout.look(), lookout.path)
-        with Live(render(board), console=console, auto_refresh=False, screen=False) as live:
+        live = Live(view(lookout), console=console, auto_refresh=False, screen=False)
+        try:
+            live.start(refresh=True)
             while True:
                 time.sleep(seconds)
-                board = board_of(lookout.history, lookout.look(), lookout.path)
-                live.update(render(board), refresh=True)
+                live.update(view(lookout), refresh=True)
+        finally:  # of Ctrl-C while it starts, too: the cursor comes back
+            live.stop()
     except KeyboardInterrupt:
         pass
 
@@ -75,90 +69,11 @@ def parse_interval(interval: float) -> float:
     return seconds
 
 
-def render(board: dict[str, Any]) -> RenderableType:
-    """A board for a terminal."""
-    parts: list[RenderableType] = [Text(f"{board['path']}  {board['time']}", style="bold")]
-    if board["error"] is not None:
-        parts.append(Text(board["error"], style="red"))
-    if board["fill"] is not None:
-        parts += [_bar(board["fill"]), _rates(board["rates"])]
-        parts += [
-            _table(title, board[name], nothing)
-            for name, title, nothing in (
-                ("leases", "Leases", "nothing is leased"),
-                ("samplers", "Samplers at work", "no sampler is seen at work"),
-                ("waiting", "Waiting samplers", "no writer waits for room"),
-                ("loaders", "Loaders", "no loader is seen"),
-            )
-        ]
-    return Group(*parts)
+def view(lookout: Lookout) -> Text:
+    error = lookout.look()
+    return Text(board_of(lookout.history, error, lookout.path).as_text())
 
 
-def line_of(board: dict[str, Any]) -> Text:
-    """A board in one line."""
-    if board["error"] is not None or board["fill"] is None:
-        return Text(f"{board['time']} {board['error']}")
-    rates = ", ".join(f"{rate['name']} {rate['text']}" for rate in board["rates"])
-    counts = ", ".join(
-        f"{len(board[name]['rows'])} {name}" for name in ("leases", "waiting", "loaders", "samplers")
-    )
-    rows = board["samplers"]["drawn_rows"]
-    drawn = f" ({format_count(rows, 'row')} drawn)" if rows else ""
-    return Text(f"{board['time']} {board['fill']['text']}; {rates}; {counts}{drawn}")
-
-
-def _bar(fill: dict[str, Any]) -> Text:
-    taken, leased = (round(_BAR_WIDTH * fill[name]) for name in ("share", "leased_share"))
-    text = Text()
-    text.append("█" * min(leased, taken), style="blue")
-    text.append("▓" * max(0, taken - leased), style="cyan")
-    text.append("░" * (_BAR_WIDTH - taken), style="dim")
-    text.append(f" {fill['share']:.0%} {fill['text']}")
-    return text
-
-
-def _rates(rates: Sequence[dict[str, Any]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for rate in rates:
-        table.add_row(Text(rate["name"]), Text(rate["text"], justify="right"), Text(sparks(rate["values"])))
-    return table
-
-
-def sparks(values: Sequence[float]) -> str:
-    """The newest numbers as bars, of which the highest fills its line."""
-    shown = values[-_SPARKS_SHOWN:]
-    most = max(shown, default=0) or 1
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(len(_SPARKS) * max(0, v) / most))] for v in shown)
-
-
-def _table(title: str, content: dict[str, Any], nothing: str) -> RenderableType:
-    if not content["rows"]:
-        return Text(f"{title}: {nothing}", style="dim")
-    return _Rows(title, content["columns"], content["rows"])
-
-
-class _Rows:
-    """A table, or where the window is too narrow for it, a paragraph a row."""
-
-    def __init__(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self._title, self._columns, self._rows = title, columns, rows
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
-        if fits([self._columns, *self._rows], options.max_width):
-            table = Table(title=self._title, title_justify="left", expand=True)
-            for name in self._columns:
-                table.add_column(Text(name), overflow="fold")
-            for row in self._rows:
-                table.add_row(*map(Text, row))
-            yield table
-            return
-        yield Text(self._title, style="italic")
-        for row in self._rows:
-            cells = zip(self._columns, row, strict=True)
-            yield Text("- " + ", ".join(f"{name} {cell}" for name, cell in cells if cell), overflow="fold")
-
-
-def fits(table: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether a table, its head first, can still be read where it is drawn so many characters wide."""
-    widths = [min(_LEAST_CELL, max(map(len, column))) for column in zip(*table, strict=True)]
-    return sum(widths) + 3 * len(widths) + 1 <= width  # as rich draws a table
+def line(lookout: Lookout) -> Text:
+    error = lookout.look()
+    return Text(line_of(lookout.history, error))

@@ -1,30 +1,26 @@
 """Widget: the live view of a cache in a notebook.
 
-A thread looks and sets one trait, `board` (board.py), which the browser draws (widget.js). The thread is a
-daemon, waits for nothing but its turn, and ends with `stop()`, `close()` or the kernel.
+A thread looks and sets the HTML of one widget to what board.py makes of it. The thread is a daemon, waits for
+nothing but its turn, and ends with `stop()`, `close()` or the kernel.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import anywidget
-import traitlets
+import ipywidgets
 
+from arrowcache.display import Card
 from arrowcache.errors import sentence_of
 from arrowcache.explore.board import board_of
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.terminal import parse_interval
+from arrowcache.lifetimes import Closable
 from arrowcache.os_errors import start
 from arrowcache.storage.recovery import HasStore
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _JOIN_SECONDS = 5.0
 
@@ -42,11 +38,8 @@ def monitor(cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> 
     return Monitor(cache, interval)
 
 
-class Monitor(anywidget.AnyWidget):
-    """The widget that `monitor` makes; a context manager. `board` is what it shows."""
-
-    _esm = Path(__file__).with_name("widget.js").read_text(encoding="utf-8")
-    board = traitlets.Dict().tag(sync=True)
+class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets ships no type information
+    """The widget that `monitor` makes; a context manager. A saved notebook has its first look as text."""
 
     _thread: threading.Thread | None = None
 
@@ -55,7 +48,9 @@ class Monitor(anywidget.AnyWidget):
         self._interval = parse_interval(interval)
         self._lookout = Lookout(cache)
         self._pid = os.getpid()
-        super().__init__(board=self._look())
+        super().__init__()
+        self.add_class("arrowcache-monitor")
+        self._look()
         thread = threading.Thread(target=self._run, name="arrowcache-monitor", daemon=True)
         start(thread)
         self._thread = thread
@@ -71,7 +66,7 @@ class Monitor(anywidget.AnyWidget):
         What was seen last stays in the notebook.
         """
         if self._end_thread():
-            self.board = {**self._look(), "is_live": False}
+            self._look()
 
     def close(self) -> None:
         """Look no more, take the widget out of the notebook. Waits 5 s at most, for a look in progress."""
@@ -87,24 +82,20 @@ class Monitor(anywidget.AnyWidget):
             thread.join(_JOIN_SECONDS)
         return not was_stopped
 
-    def __enter__(self) -> Self:
-        return self
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return {**super()._repr_mimebundle_(**options), "text/plain": self._card.as_text()}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _look(self) -> dict[str, Any]:
-        return board_of(self._lookout.history, self._lookout.look(), self._lookout.path)
+    def _look(self) -> None:
+        error = self._lookout.look()
+        is_live = not self._stopped.is_set()
+        self._card = board_of(self._lookout.history, error, self._lookout.path, is_live)
+        self.value = self._card.as_html()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
             try:
-                board = self._look()
+                self._look()
             except Exception as error:
                 ended = f"the monitor ended: {sentence_of(error)}"
-                self.board = {**self.board, "error": ended, "is_live": False}
+                self.value = Card("Cache", str(self._lookout.path), [ended]).as_html()
                 raise
-            if not self._stopped.is_set():
-                self.board = board

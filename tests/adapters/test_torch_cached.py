@@ -617,7 +617,7 @@ def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys
         assert says in str(train.cache)
         history = History()
         history.add(observe(path))
-        assert says in board_of(history)["fill"]["text"]
+        assert says in board_of(history).as_text()
         assert commands.run(["info", str(path)]) == 0
         assert says in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ import arrowcache as ac
 from arrowcache.arrow.foreign import kind_of
 from arrowcache.explore import exchange
 from arrowcache.explore.exchange import export_parquet, import_parquet
+from arrowcache.explore.frames import to_pandas
 
 SIZES = {"capacity": "8MiB", "segment_bytes": "1MiB"}
 
@@ -297,7 +298,7 @@ def test_rows_before_a_bad_one_stay_and_are_counted(tmp_path):
         pq.write_table(pa.table({"id": pa.array(values, pa.int64())}), tmp_path / f"{name}.parquet")
     with pytest.raises(
         ac.SchemaError,
-        match=r"b\.parquet: field 'id' lacks 1 .*; 3 rows of the 1 file before it are imported",
+        match=r"b\.parquet: field 'id' lacks 1 .*; 3 of 5 rows were imported, and none of this",
     ):
         import_parquet(tmp_path, tmp_path / "c", **SIZES)
     assert published_ids(ac.Cache.open(tmp_path / "c")) == [1, 2, 3]
@@ -348,3 +349,17 @@ def test_bars_are_shown_if_asked_for(cache, tmp_path, capsys):
     assert "exporting: 100%" in capsys.readouterr().err
     assert import_parquet(tmp_path / "out", tmp_path / "back", progress=True, **SIZES) == 48
     assert "importing: 48 rows" in capsys.readouterr().err
+
+
+def test_a_frame_with_ids_and_marks_is_imported_without_them(tmp_path):
+    with make_cache(tmp_path / "a", ac.Schema({"x": ac.Tensor("int64")})) as cache:
+        with cache.writer() as writer:
+            writer.extend(x=np.arange(5))
+        cache.exclude(["0:1"])
+        cache.tag(["0:2"], "hard")
+        cache.annotate(["0:3"], loss=0.5)
+        frame = to_pandas(cache)
+    assert {"_seq", "_row", "_excluded", "_tags", "loss"} < set(frame)
+    frame.fillna({"loss": 0.0}).to_parquet(tmp_path / "a.parquet")
+    assert import_parquet(tmp_path / "a.parquet", tmp_path / "b", capacity="1MiB", segment_bytes="16KiB") == 5
+    assert list(to_pandas(tmp_path / "b")) == ["_seq", "_row", "x", "loss"]

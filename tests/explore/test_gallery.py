@@ -145,16 +145,12 @@ def test_a_column_of_too_many_values_is_refused(cache, monkeypatch):
     ("column", "kind"),
     [("image", Pixels), ("signal", Pixels), ("boxes", Pixels), ("name", Words), ("raw", Words)],
 )
-def test_every_column_of_more_than_a_number_has_pictures(cache, column, kind, tmp_path):
+def test_every_column_of_more_than_a_number_has_pictures(cache, column, kind):
     made = gallery(cache, column, n=6, by="label")
     assert {type(tile.picture.drawing) for tile in tiles(made)} == {kind}
     if column == "boxes":
         for tile in tiles(made):
             assert tile.picture.drawing.image.size == (4, 1 + (20 * tile.seq + tile.row) % 3)
-    figure = made.figure()
-    assert len(figure.axes) == 6
-    figure.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def test_it_is_saved_as_a_document_of_its_own(cache, tmp_path):
@@ -171,15 +167,15 @@ def test_it_is_saved_as_a_document_of_its_own(cache, tmp_path):
         ({"column": "image", "by": "lable"}, "unknown column 'lable': did you mean 'label'?"),
         (
             {"column": "label"},
-            "column 'label' has one number a row, of which a gallery has no pictures: it can show image",
+            "column 'label' is Tensor(dtype='int64', shape=()), and a gallery has pictures of more than one ",
         ),
-        ({"column": "at"}, "column 'at' has one number a row"),
+        ({"column": "at"}, "column 'at' is Timestamp(), and a gallery has"),
         (
             {"column": "image", "by": "signal"},
-            "by='signal' is a column of arrays, not of one value a row: take one of label",
+            "column 'signal' is Tensor(dtype='float32', shape=(",
         ),
-        ({"column": "image", "by": "boxes"}, "by='boxes' is a column of arrays"),
-        ({"column": "image", "by": "raw"}, "by='raw' is a column of arrays"),
+        ({"column": "image", "by": "boxes"}, "column 'boxes' is Ragged("),
+        ({"column": "image", "by": "raw"}, "column 'raw' is Binary()"),
         ({"column": "image", "n": 0}, "n=0 must be an int of at least 1"),
         ({"column": "image", "n": 10**9}, "n=1000000000 must be an int of at most 1000"),
         ({"column": "image", "values": 0}, "values=0 must"),
@@ -197,7 +193,7 @@ def test_what_cannot_be_drawn_is_one_sentence(cache, arguments, words):
 
 def test_a_cache_of_numbers_alone_has_no_gallery(tmp_path):
     cache = ac.Cache.create(tmp_path / "cache", {"x": ac.Tensor("int8")}, "1MiB", segment_bytes="16KiB")
-    with pytest.raises(ValueError, match="no column of this cache has more"):
+    with pytest.raises(ValueError, match="more than one number a row: no column can be"):
         gallery(cache, "x")
 
 

@@ -1,14 +1,12 @@
-"""What observations tell one after another: rates, reuse, and what was evicted unread."""
+"""What observations tell one after another: rates."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from arrowcache.explore.history import History
-from arrowcache.explore.observation import FIRST_SEEN, HeldLease, Observation, SeenLoader
+from arrowcache.explore.observation import Observation, SeenLoader
 from arrowcache.reading.stats import STAGES
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.overview import CacheStats
@@ -20,10 +18,6 @@ def segments(first: int, last: int, nbytes: int = KIB) -> tuple[SegmentInfo, ...
     return tuple(SegmentInfo(seq, 16, "", nbytes, nbytes, 0.0) for seq in range(first, last + 1))
 
 
-def lease(first: int, last: int, since: float = 0.0, pid: int = 7) -> HeldLease:
-    return HeldLease(pid, "train", first, last, last - first + 1, 0, since, FIRST_SEEN)
-
-
 def loader(seconds: float, stall: float, nbytes: int, batches: int = 1, key: int = 1, **stages) -> SeenLoader:
     return SeenLoader(
         key, 7, "train", 0, "rows", 1, batches, batches * 16, nbytes, seconds, stall, int(stall > 0), False,
@@ -31,11 +25,11 @@ def loader(seconds: float, stall: float, nbytes: int, batches: int = 1, key: int
     )  # fmt: skip
 
 
-def seen(clock: float, first: int, last: int, next_seq: int | None = None, **parts) -> Observation:
+def seen(clock: float, first: int, last: int, **parts) -> Observation:
     listed = segments(first, last)
     stats = CacheStats(
         100 * KIB, len(listed) * KIB + 5, len(listed) * KIB, 0, 0, len(listed), 16 * len(listed),
-        first if listed else None, last + 1 if next_seq is None else next_seq, 0, 0,
+        first if listed else None, last + 1, 0, 0, inserted_rows=16 * (last + 1), evicted_rows=16 * first,
     )  # fmt: skip
     whole = Observation(1e9 + clock, clock, Path("/cache"), (1, 2), stats, listed, (), (), ())
     return dataclasses.replace(whole, **parts)
@@ -46,18 +40,24 @@ def test_rates_are_of_what_came_and_went_between_two_observations():
     first = history.add(seen(10.0, 0, 9))
     assert (first.seconds, first.published_bytes_per_second, first.evicted_bytes_per_second) == (0, 0, 0)
     moment = history.add(seen(12.0, 4, 15))
-    assert (moment.seconds, moment.published_segments, moment.evicted_segments) == (2.0, 6, 4)
+    assert (moment.seconds, moment.published_bytes, moment.evicted_bytes) == (2.0, 6 * KIB, 4 * KIB)
     assert moment.published_bytes_per_second == 3 * KIB
     assert moment.evicted_bytes_per_second == 2 * KIB
     assert (moment.stats.published_bytes, moment.stats.capacity_bytes) == (12 * KIB, 100 * KIB)
     assert list(history) == [first, moment]
 
 
+def test_it_may_go_on_while_it_is_read():
+    history = History()
+    history.add(seen(0.0, 0, 3))
+    assert [history.add(seen(1.0, 0, 3)).seconds for _ in history] == [1.0]
+    assert len(history) == 2
+
+
 def test_what_came_and_went_between_two_observations_counts_with_the_others_mean():
     history = History()
     history.add(seen(0.0, 0, 3))
     moment = history.add(seen(1.0, 20, 23))
-    assert (moment.published_segments, moment.evicted_segments) == (20, 20)
     assert (moment.published_bytes, moment.evicted_bytes) == (20 * KIB, 20 * KIB)
 
 
@@ -65,7 +65,7 @@ def test_an_empty_cache_has_no_rates():
     history = History()
     history.add(seen(0.0, 0, -1))
     moment = history.add(seen(1.0, 0, -1))
-    assert (moment.published_bytes, moment.evicted_segments, moment.loaders) == (0, 0, ())
+    assert (moment.published_bytes, moment.evicted_bytes, moment.loaders) == (0, 0, ())
 
 
 def test_another_cache_in_the_same_place_begins_it_anew():
@@ -86,63 +86,13 @@ def test_no_more_moments_are_kept_than_its_limit():
     assert [moment.time for moment in history] == [1e9 + 7, 1e9 + 8, 1e9 + 9]
 
 
-def test_each_lease_on_a_segment_is_counted_once():
-    history = History()
-    history.add(seen(0.0, 0, 3, leases=(lease(0, 3), lease(2, 3, pid=8))))
-    assert history.reuse == {1: 2, 2: 2}
-    history.add(seen(1.0, 0, 3, leases=(lease(1, 3), lease(2, 3, pid=8))))
-    assert history.reuse == {1: 2, 2: 2}, "one moved on"
-    history.add(seen(2.0, 0, 3, leases=(lease(0, 3, since=2.0),)))
-    assert history.reuse == {2: 2, 3: 2}, "another epoch"
-    history.add(seen(3.0, 2, 5))
-    assert history.reuse == {0: 2, 2: 2, 3: 2}, "evicted ones count on"
-
-
-def test_epochs_over_the_same_segments_count_though_their_leases_look_the_same():
-    def epochs(begun: int) -> tuple[SeenLoader, ...]:
-        return (dataclasses.replace(loader(1.0, 0.0, 0), epochs=begun),)
-
-    history = History()
-    history.add(seen(0.0, 0, 3, leases=(lease(0, 3),), loaders=epochs(4)))
-    assert history.reuse == {1: 4}, "what was before is not known"
-    history.add(seen(1.0, 0, 3, leases=(lease(2, 3),), loaders=epochs(4)))
-    assert history.reuse == {1: 4}, "the same epoch"
-    history.add(seen(2.0, 0, 3, leases=(lease(0, 3),), loaders=epochs(5)))
-    assert history.reuse == {2: 4}
-    history.add(seen(3.0, 0, 3, leases=(lease(0, 3),), loaders=epochs(7)))
-    assert history.reuse == {4: 4}
-    history.add(seen(4.0, 0, 4, leases=(lease(0, 4, since=4.0),), loaders=epochs(8)))
-    assert history.reuse == {1: 1, 5: 4}, "one whose lease is new counts once"
-
-
-def test_two_leases_of_one_process_that_look_the_same_are_two():
-    history = History()
-    history.add(seen(0.0, 0, 0, leases=(lease(0, 0),)))
-    history.add(seen(1.0, 0, 0, leases=(lease(0, 0), lease(0, 0))))
-    assert history.reuse == {2: 1}
-
-
-def test_the_share_evicted_unread_is_of_what_was_seen_from_its_start():
-    history = History()
-    history.add(seen(0.0, 0, 3))
-    moment = history.add(seen(1.0, 2, 7))
-    assert (moment.evicted_segments, moment.evicted_known) == (2, 0)
-    assert history.unread_share is None, "who read 0 and 1 before, nobody knows"
-    history.add(seen(2.0, 2, 7, leases=(lease(2, 5),)))
-    moment = history.add(seen(3.0, 7, 9))
-    assert (moment.evicted_known, moment.evicted_unread) == (3, 1), "4 and 5 were leased, 6 was not"
-    assert history.unread_share == pytest.approx(1 / 3)
-    moment = history.add(seen(4.0, 12, 13))
-    assert (moment.evicted_known, moment.evicted_unread) == (5, 5), "and 10 and 11 came and went"
-
-
 def test_a_loaders_rates_are_of_the_time_between():
     history = History()
     history.add(seen(0.0, 0, 3, loaders=(loader(10.0, 1.0, 1000, batches=10),)))
     two = loader(12.0, 2.5, 5000, batches=30, gather=1.0, store=0.2), loader(1.0, 0.0, 600, key=2)
     moment = history.add(seen(2.0, 0, 3, loaders=two))
     first, second = moment.loaders
-    assert (first.bytes_per_second, first.rows_per_second, first.stall_share) == (2000, 160, 0.75)
+    assert (first.bytes_per_second, first.stall_share) == (2000, 0.75)
     assert first.bottleneck == "gather"
     assert (second.bytes_per_second, second.stall_share, second.bottleneck) == (300, 0, "consumer")
     assert moment.delivered_bytes_per_second == 2300

@@ -197,7 +197,7 @@ def test_a_map_is_drawn(cache, by, tmp_path):
         (
             lambda cache: similar(cache, "name", "0:0"),
             ValueError,
-            "those of point, image, half, turn, label are",
+            "one length: point, image, half, turn, label can be",
         ),
         (lambda cache: similar(cache, "boxes", "0:0"), ValueError, "vectors of one length"),
         (lambda cache: similar(cache, "point", "0:0", metric="far"), ValueError, "one of euclidean, cosine"),
@@ -206,7 +206,7 @@ def test_a_map_is_drawn(cache, by, tmp_path):
         (lambda cache: similar(cache, "point", ["0:0"] * 1001), ValueError, "1,001 rows: begin from at most"),
         (lambda cache: similar(cache, "point", "0:20"), IndexError, "never was"),
         (lambda cache: map_of(cache, "name"), ValueError, "vectors of one length"),
-        (lambda cache: map_of(cache, "point", by="image"), ValueError, "by='image' is"),
+        (lambda cache: map_of(cache, "point", by="image"), ValueError, "column 'image' is"),
         (lambda cache: map_of(cache, "point", by="lable"), ValueError, "did you mean 'label'?"),
         (lambda cache: map_of(cache, "point", max_rows=2), ValueError, "2 rows of"),
         (lambda cache: explore.plot_map(explore.head(cache)), TypeError, "map_of(cache, column) gives"),

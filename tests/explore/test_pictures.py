@@ -23,7 +23,7 @@ import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.errors import SchemaError
 from arrowcache.explore.drawing import Words, line
-from arrowcache.explore.pictures import picture, picture_html
+from arrowcache.explore.pictures import picture
 from arrowcache.explore.reduction import envelope
 
 NUMPY_DTYPES = [dtype for dtype in DTYPES if dtype != "bfloat16"]
@@ -107,7 +107,7 @@ def test_a_short_signal_is_a_line_through_its_values():
     rows = [int(dark[:, column].argmax()) for column in (2, 65, 127, 189)]
     assert rows == pytest.approx([55, 42, 15, 2], abs=2)
     assert dark.max(axis=0)[2:190].min() > 100, "all the way"
-    assert seen(picture_html(np.arange(4.0), ac.Tensor("float64", (4,)))).tags == ["img"]
+    assert seen(picture(np.arange(4.0), ac.Tensor("float64", (4,)))._repr_html_()).tags == ["img"]
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,41 +18,32 @@ from processes import Script
 pytest.importorskip("rich", reason="the extra 'explore' is not installed")
 
 from rich.console import Console
+from rich.text import Text
 
 import arrowcache as ac
 from arrowcache.errors import sentence_of
 from arrowcache.explore import terminal
-from arrowcache.explore.board import board_of, format_seconds
+from arrowcache.explore.board import board_of, line_of
 from arrowcache.explore.history import History
 from arrowcache.explore.lookout import Lookout
-from arrowcache.explore.terminal import line_of, render, sparks, watch
+from arrowcache.explore.terminal import watch
 from arrowcache.storage.progress import Progress
 
 
-def text_of(board) -> str:
-    file = io.StringIO()
-    Console(file=file, width=100).print(render(board))
-    return file.getvalue()
-
-
-def look(lookout: Lookout):
+def look(lookout: Lookout) -> str:
     error = lookout.look()
-    return board_of(lookout.history, error, lookout.path)
+    return board_of(lookout.history, error, lookout.path).as_text()
 
 
 def test_it_shows_what_samplers_have_drawn_and_not_published(cache):
     lookout, progress = Lookout(cache), Progress.open(cache.path, "default.0", 0)
-    assert "no sampler is seen at work" in text_of(look(lookout))
+    assert "Samplers at work: none" in look(lookout)
     progress.begin(3, 512)
-    assert [row[3:] for row in look(lookout)["samplers"]["rows"]] == [["0 of 512 rows", "none"]]
+    assert re.search(r" default\.0\.3 +0 of 512  ", look(lookout))
     progress.count(310, 512)
     progress.wait()
-    board = look(lookout)
-    assert [row[2:4] for row in board["samplers"]["rows"]] == [
-        ["default.0.3", "310 of 512 rows; waits to publish"]
-    ]
-    assert "310 of 512 rows" in text_of(board)
-    assert "1 samplers (310 rows drawn)" in line_of(board).plain
+    assert re.search(r" default\.0\.3 +310 of 512  .* ago +to publish  ", look(lookout))
+    assert "1 samplers (310 rows drawn)" in line_of(lookout.history)
 
 
 def test_it_shows_fill_rates_leases_and_loaders(cache):
@@ -61,51 +52,40 @@ def test_it_shows_fill_rates_leases_and_loaders(cache):
     with ac.Loader(cache, 16) as loader, cache.snapshot(lambda segment: segment.seq >= 8):
         list(loader)
         publish(cache, 2)
-        board = look(lookout)
-    json.dumps(board)
-    text = text_of(board)
+        text = look(lookout)
     assert str(cache.path) in text
     assert "12 segments, 192 rows" in text
-    assert board["fill"]["share"] == pytest.approx(cache.stats().allocated_bytes / 2**20)
-    assert 0 < board["fill"]["leased_share"] < board["fill"]["share"]
-    published, evicted, delivered = board["rates"]
-    assert published["values"][-1] > 0
-    assert delivered["values"][-1] > 0
-    assert evicted["values"] == [0]
-    assert [str(os.getpid()), "2 (8 to 9)"] in [[row[0], row[2]] for row in board["leases"]["rows"]]
-    (loader_row,) = board["loaders"]["rows"]
-    assert loader_row[:1] + loader_row[2:4] == [str(os.getpid()), "1", "10"]
-    assert str(os.getpid()) in text
-    assert "8 to 9" in text
-    assert "no writer waits for room" in text
-    assert f"{len(board['leases']['rows'])} leases, 0 waiting, 1 loaders, 0 samplers" in line_of(board).plain
+    assert all(part in text for part in str(cache.stats().parts()[0]).split(", ")[:3])
+    assert " leased " in text
+    assert re.search(r"published +█  [1-9][\d.]* .*B/s\n", text)
+    assert re.search(r"delivered +█  [1-9][\d.]* .*B/s\n", text)
+    assert re.search(r"evicted +▁  0 B/s\n", text)
+    assert re.search(rf"\n *{os.getpid()} +2  8 to 9 ", text)
+    assert re.search(rf"\n *{os.getpid()} +1 +10 ", text)
+    assert "Waiting writers: none" in text
+    leases = len(re.findall(r"\n *\d+ +\d+  \d+ to 9 ", text))
+    assert f"{leases} leases, 0 waiting, 1 loaders, 0 samplers" in line_of(lookout.history)
 
 
 def test_the_first_look_knows_no_rate(cache):
-    board = look(Lookout(cache))
-    assert {rate["text"] for rate in board["rates"]} == {"unknown"}
-    assert "B/s" not in text_of(board) + line_of(board).plain
+    lookout = Lookout(cache)
+    text = look(lookout)
+    assert text.count("unknown") == 3
+    assert "B/s" not in text + line_of(lookout.history)
 
 
 @pytest.mark.parametrize("width", [100, 80, 40, 20])
 def test_a_view_of_any_width_shows_all_of_a_lease_and_a_loader(cache, width):
-    lookout = Lookout(cache)
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
     with ac.Loader(cache, 16) as loader, cache.snapshot(lambda segment: segment.seq >= 8):
         list(loader)
-        board = look(lookout)
-        leases = [row for row in board["leases"]["rows"] if row[2] == "2 (8 to 9)"]
-        (loaders,) = board["loaders"]["rows"]
-    board["leases"]["rows"] = leases
-    for name in ("leases", "loaders"):
-        board[name]["rows"][0][1] = "train"  # the command of whoever runs the tests may be long
-    file = io.StringIO()
-    Console(file=file, width=width).print(render(board))
+        watch(cache, once=True, console=console)
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    assert text.count("┏") == {100: 2, 80: 1}.get(width, 0), "tables, where they can be read"
     together = "".join(text.split())
-    for cell in (*leases[0], *loaders):
-        assert "".join(cell.split()) in together
+    assert f"{os.getpid()}28to9" in together
+    assert f"{os.getpid()}110" in together
 
 
 def test_looking_once_fits_the_window_too(cache):
@@ -114,7 +94,7 @@ def test_looking_once_fits_the_window_too(cache):
         watch(cache, once=True, console=Console(file=file, width=40, force_terminal=True, color_system=None))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= 40
-    assert "segments10(0to9)" in "".join(text.split())
+    assert f"{os.getpid()}100to9" in "".join(text.split())
 
 
 def test_one_of_something_is_not_said_as_several(tmp_path):
@@ -122,42 +102,42 @@ def test_one_of_something_is_not_said_as_several(tmp_path):
     publish(cache, 1)
     lookout = Lookout(cache)
     with cache.snapshot():
-        board = look(lookout)
-    assert "1 segment, 16 rows" in board["fill"]["text"]
-    assert "1 (0)" in [row[2] for row in board["leases"]["rows"]]
+        text = look(lookout)
+    assert "1 segment, 16 rows" in text
+    assert re.search(rf"\n *{os.getpid()} +1  0 ", text)
     publish(cache, 70)
-    assert "71 segments, 1,136 rows" in look(lookout)["fill"]["text"]
+    assert "71 segments, 1,136 rows" in look(lookout)
 
 
 def test_before_the_first_look_there_is_only_a_path():
-    board = board_of(History(), None, "/cache")
-    assert (board["path"], board["looks"], board["fill"]) == ("/cache", 0, None)
-    assert "/cache" in text_of(board)
+    title, clock = board_of(History(), None, "/cache").as_text().splitlines()
+    assert title == "Cache /cache"
+    assert clock.count(":") == 2
 
 
-def test_what_another_process_is_called_is_no_markup(cache):
-    board = look(Lookout(cache))
-    board["leases"]["rows"] = [["1", "[red]train[/nonsense]", "1", "1 B", "1 s"]]
-    board["error"] = "[bold]gone"
-    text = text_of(board)
-    assert "[red]train[/nonsense]" in text
-    assert "[bold]gone" in text
+def test_what_others_call_theirs_is_no_markup(tmp_path):
+    path = tmp_path / "[red]cache[" / "red]"
+    path.parent.mkdir()
+    make_cache(path)
+    file = io.StringIO()
+    watch(path, once=True, console=Console(file=file, width=200, force_terminal=True))
+    assert "[red]cache[/red]" in file.getvalue()
 
 
 def test_a_cache_that_vanishes_is_a_sentence_and_it_goes_on_when_it_is_back(cache, tmp_path):
     lookout = Lookout(cache)
-    assert look(lookout)["error"] is None
+    look(lookout)
     cache.path.rename(tmp_path / "elsewhere")
     for _ in range(2):
-        board = look(lookout)
-        assert str(cache.path) in board["error"]
-        assert "\n" not in board["error"]
-        assert "".join(board["error"].split()) in "".join(text_of(board).split())
-        assert "10 segments" in text_of(board), "what was seen last is still shown"
-        assert board["error"] in line_of(board).plain
+        error = lookout.look()
+        assert error == f"{cache.path}: No such file or directory"
+        lines = board_of(lookout.history, error, cache.path).as_text().splitlines()
+        assert error in lines
+        assert "10 segments" in lines[3], "what was seen last is still shown"
+        assert error in line_of(lookout.history, error)
     (tmp_path / "elsewhere").rename(cache.path)
-    board = look(lookout)
-    assert (board["error"], board["looks"]) == (None, 2)
+    assert lookout.look() is None
+    assert len(lookout.history) == 2
 
 
 @pytest.mark.parametrize("was_seen_gone", [False, True])
@@ -168,31 +148,15 @@ def test_another_cache_in_its_place_is_looked_at_afresh(cache, tmp_path, was_see
     if was_seen_gone:  # the same folder
         for path in cache.path.iterdir():
             path.rename(tmp_path / path.name)
-        assert look(lookout)["error"]
+        assert lookout.look()
     else:
         cache.path.rename(tmp_path / "elsewhere")
     other = make_cache(cache.path, ac.Schema({"id": ac.Tensor("int64")}))
     for _ in range(10):
         with other.writer() as writer:
             writer.extend(id=range(16))
-    board = look(lookout)
-    assert board["error"] is None
-    assert board["fill"]["share"] == pytest.approx(other.stats().allocated_bytes / 2**20)
-
-
-def test_sparks_show_the_highest_in_full():
-    assert sparks([0, 1, 4, 8]) == "▁▂▅█"
-    assert sparks([0, 0]) == "▁▁"
-    assert sparks([]) == ""
-    assert len(sparks(range(1000))) == 40
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-3, "0 s"), (59.4, "59 s"), (75, "1 min 15 s"), (3600, "1 h 0 min"), (90061, "25 h 1 min")],
-)
-def test_times_have_one_or_two_units(seconds, text):
-    assert format_seconds(seconds) == text
+    text = look(lookout)
+    assert all(part in text for part in str(other.stats().parts()[0]).split(", "))
 
 
 def test_an_error_is_one_line():
@@ -248,15 +212,34 @@ def test_ctrl_c_ends_it_well(cache, is_terminal):
     wait_until(lambda: cache.stats().leased_bytes == 0, "nothing to be leased")
 
 
+class Screen(io.StringIO):
+    """A terminal in which Ctrl-C is pressed as it shows the first look."""
+
+    is_over = False
+
+    def write(self, text: str) -> int:
+        if "160 rows" in text and not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_at_the_first_look_leaves_the_cursor_visible(cache):
+    screen = Screen()
+    watch(cache, console=Console(file=screen, width=100, force_terminal=True))
+    assert screen.is_over
+    assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1
+
+
 class Pressed:
     """Ctrl-C at the n-th step of a watch, or of a lock of the standard library, after its second look."""
 
     def __init__(self, number: int) -> None:
         self._left, self.looks, self._is_over = number, 0, False
 
-    def look(self, _: object) -> str:
+    def look(self, _: object) -> Text:
         self.looks += 1
-        return "a look"
+        return Text("a look")
 
     def trace(self, frame: Any, event: str, argument: object) -> Any:
         if frame.f_code.co_filename not in (threading.__file__, terminal.__file__):
@@ -274,8 +257,8 @@ def test_ctrl_c_at_any_step_of_its_wait_ends_it_well(cache, is_terminal, monkeyp
     """Also where the standard library has just let go of a lock, which was a RuntimeError."""
     for number in itertools.count():
         pressed = Pressed(number)
-        monkeypatch.setattr(terminal, "line_of", pressed.look)
-        monkeypatch.setattr(terminal, "render", pressed.look)
+        monkeypatch.setattr(terminal, "line", pressed.look)
+        monkeypatch.setattr(terminal, "view", pressed.look)
         console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal)
         before = sys.gettrace()  # such as a measurement of coverage
         sys.settrace(pressed.trace)

@@ -43,7 +43,7 @@ METADATA = {
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "01-quickstart": (),
-    "02-explore-a-cache": ("anywidget", "duckdb", "matplotlib", "pandas", "PIL"),
+    "02-explore-a-cache": ("ipywidgets", "duckdb", "matplotlib", "pandas", "PIL"),
     "03-train-pytorch": ("torch", "sklearn"),
     "04-train-tensorflow": ("tensorflow",),
     "05-many-machines": ("ray", "torch"),

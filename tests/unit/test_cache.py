@@ -190,6 +190,22 @@ def test_a_cache_shows_what_it_holds(tmp_path):
     assert cache.stats().leased_bytes == 0
 
 
+def test_a_cache_shows_how_many_rows_are_excluded_or_tagged(tmp_path):
+    with make_cache(tmp_path / "cache") as cache:
+        publish(cache, 2)
+        assert "excluded" not in str(cache)
+        cache.exclude(["0:1", "1:2"])
+        cache.tag(["1:2"], "hard\n")
+        cache.tag(["0:0"], "easy")
+        cache.untag(["0:0"], "easy")
+        for shown in (str(cache), cache._repr_html_()):
+            assert "2 rows excluded" in shown
+            assert "1 row tagged hard\\n" in shown
+            assert "easy" not in shown
+        cache.evict("2MiB")
+        assert "excluded" not in str(cache)
+
+
 def test_an_empty_cache_shows_itself(tmp_path):
     cache = make_cache(tmp_path / "cache")
     assert "0 segments, 0 rows" in str(cache)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from markup import seen
 
 from arrowcache import display
-from arrowcache.display import Bar, Card, Cell, Facts, Table, Timeline, printable, shorten
+from arrowcache.display import Bar, Card, Cell, Curves, Facts, Table, Timeline, bars, printable, shorten
 
 EVIL = "</td><script>alert('x')</script>\"&\n"
 
@@ -32,7 +32,9 @@ PIECES = [
     lambda text: Card(text, text, [text]).as_html(),
     lambda text: Table([text], [[text]], text, [text]).as_html(),
     lambda text: Facts([(text, text)]).as_html(),
+    lambda text: Table([text], [[text]]).as_html(),
     lambda text: Bar([(text, 1.0)], str, 2.0, text).as_html(),
+    lambda text: Curves([(text, text, [0, 1])]).as_html(),
     lambda text: Timeline([cell(0, text), cell(1, "b")]).as_html(),
 ]
 
@@ -177,6 +179,28 @@ def test_a_bar_of_a_terminal_ends_where_the_amounts_do(amounts):
 
 
 # a timeline
+
+
+def test_bars_show_the_highest_in_full_and_whatever_is_there():
+    assert bars([0, 1, 4, 8]) == "▁▂▅█"
+    assert bars([0, 0.3, 1e-300]) == "▁█▂"
+    assert bars([0, 0]) == "▁▁"
+    assert bars([]) == ""
+
+
+def test_curves_are_bars_in_a_terminal_and_the_newest_amount():
+    curves = Curves([("in", "8 B/s", [0, 1, 4, 8]), ("out", "0 B/s", [0, 0]), ("more", "?", [])])
+    assert curves.as_text().splitlines() == ["in    ▁▂▅█  8 B/s", "out   ▁▁    0 B/s", "more        ?"]
+    assert len(Curves([("", "", range(1000))]).as_text().strip()) == 40
+
+
+@pytest.mark.parametrize(
+    ("amounts", "points"), [([0, 2, 4], "0,100.0 1,50.0 2,0.0"), ([0.0], "0,100.0"), ([], "")]
+)
+def test_a_curve_of_a_notebook_is_as_high_as_its_amounts(amounts, points):
+    drawn = Curves([("in", "4 B/s", amounts)]).as_html()
+    assert f'<polyline points="{points}"' in drawn
+    assert "in <b>4 B/s</b>" in drawn
 
 
 def test_of_many_samplers_those_without_a_color_are_one():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>{0}</title>
 <link rel="icon" href="data:,"><link rel="stylesheet" href="/explorer.css">
-<body style="font-family: system-ui, sans-serif; margin: 1em"><b>{0}</b>
+<body style="font-family: system-ui, sans-serif; margin: 1em 1.5em"><h3>{0}</h3>
 <div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
 """
 _HEADERS = {

@@ -75,7 +75,7 @@ def shown(numbers):
 
 
 def test_each_scalar_column_has_a_chart_of_its_kind(shown):
-    marks = {plot["xLabel"]: plot["plot"][0]["mark"] for plot in shown.spec["hconcat"]}
+    marks = {plot["name"]: plot["plot"][0]["mark"] for plot in shown.spec["hconcat"]}
     assert marks == {"x": "rectY", "label": "barX", "kind": "barX"}
 
 

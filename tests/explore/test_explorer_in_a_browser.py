@@ -13,9 +13,7 @@ pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installe
 
 from helpers import wait_until
 from laboratory import HOW_TO_GET_THEM, missing, start_browser
-from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
+from screen import Screen
 
 if missing():
     pytest.skip(f"no {' and no '.join(missing())} here: {HOW_TO_GET_THEM}", allow_module_level=True)
@@ -52,58 +50,6 @@ def fill(cache, start, stop):
             writer.append(x=number, label=number % 4, image=image, volume=volume, text=text)
 
 
-class Screen:
-    """A browser before a served explorer, and what is to be read and done there."""
-
-    def __init__(self, browser, url):
-        self.browser = browser
-        self.open(url)
-        wait_until(lambda: self.bars("x") and self.bars("label"), "the charts")
-
-    def open(self, url):
-        self.browser.get(url)
-
-    def all(self, selector):
-        return self.browser.find_elements(By.CSS_SELECTOR, selector)
-
-    def text(self, selector):
-        return self.browser.execute_script(
-            "return document.querySelector(arguments[0])?.innerText ?? ''", selector
-        )
-
-    def bars(self, column, color="#2f7fc1"):
-        """How long the bars of a column's chart are, together: the blue ones, or all rows' behind them."""
-        script = """
-            const chart = [...document.querySelectorAll(".charts svg")].find(
-              (svg) => svg.textContent.includes(arguments[0]));
-            const bars = chart?.querySelectorAll(`g[fill="${arguments[1]}"] rect`) ?? [];
-            const side = arguments[0] === "x" ? "height" : "width";
-            return Array.from(bars).reduce((sum, bar) => sum + Number(bar.getAttribute(side)), 0);
-        """
-        return self.browser.execute_script(script, column, color)
-
-    def drag(self, selector, start, stop):
-        """Press, move once, so that nothing in between is brushed, and let go: from the middle on."""
-        element = self.browser.execute_script("return document.querySelector(arguments[0])", selector)
-        chain = ActionChains(self.browser).move_to_element_with_offset(element, start, 0)
-        chain.click_and_hold().move_by_offset(stop - start, 0).release().perform()
-
-    def has(self, selector, words):
-        return lambda: words in self.text(selector)
-
-    def click(self, selector):
-        """Click on the first of these once it is there, and anew where it was drawn anew meanwhile."""
-
-        def is_done():
-            with contextlib.suppress(StaleElementReferenceException):
-                for found in self.all(selector)[:1]:
-                    found.click()
-                    return True
-            return False
-
-        wait_until(is_done, selector)
-
-
 @pytest.fixture
 def served(tmp_path):
     with ac.Cache.create(tmp_path / "shown", SCHEMA, "16MiB", "256KiB", 50) as cache:
@@ -124,7 +70,8 @@ def browser(tmp_path_factory):
 
 def test_brush_open_exclude(served, browser, tmp_path):
     cache, widget, server = served
-    screen = Screen(browser, server.url)
+    browser.get(server.url)
+    screen = Screen(browser)
 
     def ids():
         with server.lock:  # the browser asks for what is new meanwhile
@@ -136,7 +83,7 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert screen.all(".bar .exclude:disabled")  # nothing is brushed
 
         before = screen.bars("label")
-        screen.drag(".charts .plot", -60, 40)
+        screen.drag(".charts .plot svg", -60, 40)
         wait_until(lambda: screen.bars("label") < 0.8 * before, "the other chart's bars to fall")
         wait_until(lambda: not screen.text(".count").startswith("200 "), "the count to fall")
         few = len(ids())
@@ -169,6 +116,14 @@ def test_brush_open_exclude(served, browser, tmp_path):
         screen.drag(".detail input[type=range]", 0, 60)
         wait_until(lambda: browser.execute_script(slice_of) != first, "another slice")
 
+        wide = "return document.querySelector('[data-column=image] img').width"
+        fitted = browser.execute_script(wide)
+        screen.click(".detail .larger")
+        assert browser.execute_script(wide) == 2 * fitted
+        screen.click(".detail .smaller")
+        screen.click(".detail .smaller")
+        assert browser.execute_script(wide) == fitted
+
         screen.click(".detail .exclude")
         wait_until(screen.has(".says", "1 row excluded"), "what was done")
         assert trained_on(cache) == {*range(250)} - {number}
@@ -180,9 +135,10 @@ def test_brush_open_exclude(served, browser, tmp_path):
 
 def test_the_address_is_good_for_one_browser(served, browser):
     *_, server = served
-    screen = Screen(browser, server.url)
+    browser.get(server.url)
+    screen = Screen(browser)
     browser.refresh()  # by its cookie
     wait_until(lambda: screen.text(".count") == "200 of 200 rows", "the page again")
     browser.delete_all_cookies()
-    screen.open(server.url)
-    assert "used already" in screen.text("body")
+    browser.get(server.url)
+    assert "used already" in screen.text("")

@@ -6,8 +6,8 @@ const STYLE = `
 .arrowcache-explorer { line-height: 1.45; font-variant-numeric: tabular-nums; font-size: var(--jp-ui-font-size1, 14px);
   color: var(--jp-content-font-color1, inherit); font-family: var(--jp-content-font-family, system-ui, sans-serif);
   --line: var(--jp-border-color2, rgba(128, 128, 128, 0.35)); }
-.arrowcache-explorer .charts > div { display: grid !important; gap: 0.6em 1.4em; align-items: start;
-  grid-template-columns: repeat(auto-fill, 300px); }
+.arrowcache-explorer .charts > div { display: grid !important; gap: 0.6em 1.2em; align-items: start;
+  grid-template-columns: repeat(auto-fill, 280px); }
 .arrowcache-explorer .plot { flex-direction: column; }
 .arrowcache-explorer .plot::before { content: attr(data-column); font-weight: 600; }
 .arrowcache-explorer .bar { display: flex; flex-wrap: wrap; gap: 0.5em; align-items: center; margin: 0.6em 0; }
@@ -18,15 +18,15 @@ const STYLE = `
 .arrowcache-explorer button:not(:disabled) { cursor: pointer; }
 .arrowcache-explorer button:not(:disabled):hover { border-color: #2f7fc1; color: #2f7fc1; }
 .arrowcache-explorer button:disabled { opacity: 0.45; }
-.arrowcache-explorer code { display: block; overflow-wrap: anywhere; user-select: all; padding: 0.2em 0.6em;
+.arrowcache-explorer .code code { display: block; overflow-wrap: anywhere; user-select: all; padding: 0.2em 0.6em;
   margin: 0.3em 0; background: rgba(128, 128, 128, 0.12); }
 .arrowcache-explorer .table { overflow-x: auto; }
 .arrowcache-explorer table { border-collapse: collapse; width: auto; font-size: 0.93em; }
-.arrowcache-explorer th, .arrowcache-explorer td { text-align: left; vertical-align: middle; white-space: normal;
+.arrowcache-explorer .table tr > :is(th, td) { text-align: left; vertical-align: middle; white-space: normal;
   overflow-wrap: break-word; padding: 0.2em 1.2em 0.2em 0; border: 0; border-bottom: 1px solid var(--line);
   color: inherit; background: none; max-width: 20em; }
-.arrowcache-explorer th { font-weight: normal; white-space: nowrap; }
-.arrowcache-explorer thead th, .arrowcache-explorer tbody th { opacity: 0.75; }
+.arrowcache-explorer .table tr > th { font-weight: normal; white-space: nowrap; opacity: 0.75; }
+.arrowcache-explorer .table tr > :first-child { display: none; }
 .arrowcache-explorer td > span { display: inline-block; width: max-content; max-width: 18em; }
 .arrowcache-explorer .table img { zoom: 0.75; }
 .arrowcache-explorer .table tbody tr { cursor: pointer; }
@@ -106,10 +106,7 @@ async function render({ model, el }, shared) {
   const code = add(root, "div", "code");
   const detail = add(root, "div", "detail");
   const brush = shared.params.get("brush");
-  const predicate = () => {
-    const parts = [brush.predicate() ?? []].flat().map(String);
-    return parts.length > 1 ? parts.map((part) => `(${part})`).join(" and ") : (parts[0] ?? "");
-  };
+  const predicate = () => [brush.predicate() ?? []].flat().join(" and "); // each stands in parentheses
   const page = (at) => model.send({ do: "page", text: predicate(), at });
   let isAsked = false; // for new rows; one question at a time
   let last = predicate();

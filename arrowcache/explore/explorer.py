@@ -259,7 +259,7 @@ def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, 
         mark, brush, axes = "rectY", "intervalX", {"x": {"bin": name, "steps": 40}, "y": {"count": None}}
         size = {"height": 150, "marginLeft": 45}
     counts = "xTickFormat" if mark == "barX" else "yTickFormat"
-    size |= {"width": 300, "marginTop": 8, "name": name, "xLabel": None, "yLabel": None, counts: "s"}
+    size |= {"width": 280, "marginTop": 8, "name": name, "xLabel": None, "yLabel": None, counts: "s"}
     drawn = {"mark": mark, **axes}
     return {
         "plot": [

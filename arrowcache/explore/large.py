@@ -21,7 +21,7 @@ from arrowcache.explore.drawing import Pixels, to_html
 from arrowcache.explore.pictures import picture
 
 _AUDIO: Any = display.Audio  # without types
-_PIXELS = 512  # of the longer side, as shown first
+_PIXELS = 400  # of the longer side, as shown first
 _MOST_PIXELS = 2048  # to be seen by zooming in
 _CHANNELS = (1, 3, 4)
 _MOST_PLOTTED = 200_000  # numbers of a signal; of a longer one `picture` draws the lowest and highest

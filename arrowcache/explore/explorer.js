@@ -109,6 +109,7 @@ async function render({ model, el }, shared) {
   const predicate = () => [brush.predicate() ?? []].flat().join(" and "); // each stands in parentheses
   const page = (at) => model.send({ do: "page", text: predicate(), at });
   let isAsked = false; // for new rows; one question at a time
+  let isHeld = false; // a brush, in a chart that new rows would draw anew
   let last = predicate();
 
   function button(parent, className, name, act, isOff = false) {
@@ -212,11 +213,16 @@ async function render({ model, el }, shared) {
   }
 
   function refresh() {
-    if (isAsked || document.visibilityState !== "visible" || !root.isConnected) return;
+    if (isAsked || isHeld || document.visibilityState !== "visible" || !root.isConnected) return;
     isAsked = true;
     model.send({ do: "refresh" });
   }
 
+  for (const name of ["pointerdown", "pointermove", "pointerup", "pointerleave"]) {
+    root.addEventListener(name, (event) => {
+      isHeld = name !== "pointerleave" && event.buttons > 0;
+    });
+  }
   const timer = setInterval(refresh, REFRESH_MS);
   const listeners = { board: drawBoard, detail: drawDetail, slice: drawSlice };
   for (const [name, listener] of Object.entries(listeners)) model.on(`change:${name}`, listener);

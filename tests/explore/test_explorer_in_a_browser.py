@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installe
 
 from helpers import wait_until
 from laboratory import HOW_TO_GET_THEM, missing, start_browser
+from processes import Script
 from screen import Screen
 
 if missing():
@@ -21,6 +23,8 @@ if missing():
 import arrowcache as ac
 from arrowcache import explore
 from arrowcache.explore.serving import Server
+from benchmarks.explorer import ROWS
+from benchmarks.explorer import fill as fill_numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCHEMA = ac.Schema(
@@ -32,6 +36,30 @@ SCHEMA = ac.Schema(
         "text": ac.String(),
     }
 )
+
+
+SAMPLER = """
+    import sys, time
+    import numpy as np
+    import arrowcache as ac
+    rng = np.random.default_rng(0)
+    with ac.Cache.open(sys.argv[1]).writer() as writer:
+        while True:
+            image = rng.integers(0, 256, (25, 16, 16, 3)).astype(np.uint8)
+            writer.extend(x=rng.random(25, "float32"), label=rng.integers(0, 4, 25), image=image)
+            time.sleep(0.02)  # the source is far away
+"""
+TRAINING = """
+    import sys
+    import arrowcache as ac
+    with ac.Loader(sys.argv[1], 32) as loader:
+        for batch in loader.repeat():
+            pass
+"""
+
+
+def severe(browser):
+    return [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def trained_on(cache):
@@ -50,16 +78,24 @@ def fill(cache, start, stop):
             writer.append(x=number, label=number % 4, image=image, volume=volume, text=text)
 
 
+@contextlib.contextmanager
+def serving(cache):
+    with contextlib.closing(explore.open(cache)) as widget, Server(widget, "a cache") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield widget, server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def served(tmp_path):
     with ac.Cache.create(tmp_path / "shown", SCHEMA, "16MiB", "256KiB", 50) as cache:
         fill(cache, 0, 200)
-        with contextlib.closing(explore.open(cache)) as widget, Server(widget, "a cache") as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
+        with serving(cache) as (widget, server):
             yield cache, widget, server
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture
@@ -83,7 +119,7 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert screen.all(".bar .exclude:disabled")  # nothing is brushed
 
         before = screen.bars("label")
-        screen.drag(".charts .plot svg", -60, 40)
+        screen.drag(".charts .plot", -60, 40)
         wait_until(lambda: screen.bars("label") < 0.8 * before, "the other chart's bars to fall")
         wait_until(lambda: not screen.text(".count").startswith("200 "), "the count to fall")
         few = len(ids())
@@ -128,7 +164,7 @@ def test_brush_open_exclude(served, browser, tmp_path):
         wait_until(screen.has(".says", "1 row excluded"), "what was done")
         assert trained_on(cache) == {*range(250)} - {number}
         assert cache.stats().leased_bytes == 0
-        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+        assert severe(browser) == []
     finally:
         browser.save_screenshot(str(tmp_path / "explorer.png"))
 
@@ -142,3 +178,63 @@ def test_the_address_is_good_for_one_browser(served, browser):
     browser.delete_all_cookies()
     browser.get(server.url)
     assert "used already" in screen.text("")
+
+
+def test_brushes_while_the_cache_rolls_and_somebody_trains(browser, tmp_path):
+    schema = ac.Schema({name: SCHEMA[name] for name in ("x", "label", "image")})
+    with ac.Cache.create(tmp_path / "rolling", schema, "2MiB", "64KiB", 25) as cache:
+
+        def done():
+            """How many segments were published and evicted, and how many batches trained on."""
+            stats, loaders = cache.stats(), explore.observe(cache).loaders
+            return stats.next_seq, stats.oldest_seq or 0, sum(loader.batches for loader in loaders)
+
+        with Script(SAMPLER, cache.path), Script(TRAINING, cache.path):
+            wait_until(lambda: min(done()) > 1, "a cache that rolls, and training")
+            with serving(cache) as (widget, server):
+                browser.get(server.url)
+                screen = Screen(browser)
+                for left, right in ((-60, 40), (-90, 0), (20, 60)):
+                    before, looks = done(), widget.board["looks"]
+                    screen.drag(".charts .plot", left, right)
+                    wait_until(lambda: widget.board["looks"] >= looks + 3, "looks")  # noqa: B023  # at once
+                    wait_until(lambda: widget.board["is_brushed"], "the brush")
+                    with server.lock:  # between two looks
+                        board, ids = widget.board, widget.ids
+                        copied = widget.con.execute(f"{widget.sql} order by _seq, _row").fetchdf()
+                        leases = explore.observe(cache).leases
+                    assert 0 < len(ids) == len(copied) == board["count"] < board["total"]
+                    assert copied[["_seq", "_row"]].to_numpy().tolist() == ids.tolist()
+                    frame = explore.rows(cache, ids, missing="skip")
+                    both = frame.merge(copied, on=["_seq", "_row"])
+                    assert (len(both), both["x_x"].tolist()) == (len(frame), both["x_y"].tolist())
+                    assert os.getpid() not in {lease.pid for lease in leases}
+                    words = "{count:,} of {total:,} rows"
+                    wait_until(lambda: screen.text(".count") == words.format(**widget.board), "its count")
+                    wait_until(lambda: all(np.greater(done(), before)), "all three to go on")  # noqa: B023
+        assert severe(browser) == []
+
+
+def test_of_ten_million_rows_it_brushes_and_acts_on_one(browser, tmp_path):
+    fill_numbers(tmp_path / "large")
+    with ac.Cache.open(tmp_path / "large") as cache, serving(cache) as (widget, server):
+        browser.get(server.url)
+        screen = Screen(browser, ("x", "y", "label"))
+        assert screen.text(".count") == f"{ROWS:,} of {ROWS:,} rows"
+        before = screen.bars("y")
+        screen.drag(".charts .plot", 10, 60)
+        wait_until(lambda: screen.bars("y") < 0.8 * before, "the other chart's bars to fall")
+        wait_until(lambda: not screen.text(".count").startswith(f"{ROWS:,} of"), "the count to fall")
+        with server.lock:
+            (counted,) = explore.sql(cache, widget.sql.replace("*", "count(*)")).iloc[0]
+        assert screen.text(".count") == f"{counted:,} of {ROWS:,} rows"
+        screen.click(".table tbody tr:nth-child(3)")
+        wait_until(screen.has(".detail", "Row"), "the row")
+        screen.all(".detail input")[0].send_keys("far out")
+        screen.click(".detail .tag")
+        wait_until(screen.has(".says", "1 row tagged 'far out'"), "the tag")
+        screen.click(".detail .exclude")
+        wait_until(screen.has(".says", "1 row excluded"), "the exclusion")
+        noted = explore.sql(cache, "select _seq, _row from cache where _excluded and _tags = ['far out']")
+        assert noted.to_numpy().tolist() == [widget.detail["id"]]
+        assert severe(browser) == []

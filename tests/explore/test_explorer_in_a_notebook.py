@@ -66,7 +66,7 @@ def test_brush_open_exclude_and_train_in_the_next_cell(app, tmp_path, tmp_path_f
 
         try:
             before = first.bars("label"), second.bars("label")
-            first.drag(".charts svg", -60, 40)
+            first.drag(".charts .plot", -60, 40)
             for view, area in zip(views, before, strict=True):
                 wait_until(lambda: view.bars("label") < 0.8 * area, "bars to fall")  # noqa: B023  # at once
                 wait_until(lambda: not view.text(".count").startswith("200 "), "a count to fall")  # noqa: B023

@@ -209,8 +209,10 @@ def test_brushes_while_the_cache_rolls_and_somebody_trains(browser, tmp_path):
                     both = frame.merge(copied, on=["_seq", "_row"])
                     assert (len(both), both["x_x"].tolist()) == (len(frame), both["x_y"].tolist())
                     assert os.getpid() not in {lease.pid for lease in leases}
-                    words = "{count:,} of {total:,} rows"
-                    wait_until(lambda: screen.text(".count") == words.format(**widget.board), "its count")
+                    wait_until(
+                        lambda: screen.text(".count") == "{count:,} of {total:,} rows".format(**widget.board),
+                        "its count",
+                    )
                     wait_until(lambda: all(np.greater(done(), before)), "all three to go on")  # noqa: B023
         assert severe(browser) == []
 

@@ -65,7 +65,7 @@ def brush(browser: Any) -> None:
     """Brush the middle of the redshifts, choose the spirals, and open a row."""
     browser.execute_script("document.querySelector('.arrowcache-explorer').scrollIntoView()")
     screen = Screen(browser, ["redshift"], ".arrowcache-explorer")
-    screen.drag('.charts [data-column="redshift"] svg', -50, 40)
+    screen.drag('.charts [data-column="redshift"]', -50, 40)
     wait_until(lambda: screen.all(".exclude:enabled"), "the brush's rows")
     some = screen.text(".count")
     screen.click('.charts [data-column="kind"] g[fill="#2f7fc1"] rect:nth-of-type(3)')

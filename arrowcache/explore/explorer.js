@@ -5,44 +5,39 @@
 const STYLE = `
 .arrowcache-explorer { line-height: 1.45; font-variant-numeric: tabular-nums; font-size: var(--jp-ui-font-size1, 14px);
   color: var(--jp-content-font-color1, inherit); font-family: var(--jp-content-font-family, system-ui, sans-serif);
-  --line: var(--jp-border-color2, rgba(128, 128, 128, 0.35)); }
-.arrowcache-explorer .charts > div { display: grid !important; gap: 0.6em 1.2em; align-items: start;
-  grid-template-columns: repeat(auto-fill, 280px); }
-.arrowcache-explorer .plot { flex-direction: column; }
-.arrowcache-explorer .plot::before { content: attr(data-column); font-weight: 600; }
-.arrowcache-explorer .bar { display: flex; flex-wrap: wrap; gap: 0.5em; align-items: center; margin: 0.6em 0; }
-.arrowcache-explorer .count { font-size: 1.15em; margin-right: 0.4em; }
-.arrowcache-explorer button, .arrowcache-explorer input[placeholder] { font: inherit; color: inherit;
-  background: none; border: 1px solid var(--line); border-radius: 3px; padding: 0.1em 0.6em; }
-.arrowcache-explorer input[placeholder] { width: 9em; margin-left: 1em; }
-.arrowcache-explorer button:not(:disabled) { cursor: pointer; }
-.arrowcache-explorer button:not(:disabled):hover { border-color: #2f7fc1; color: #2f7fc1; }
-.arrowcache-explorer button:disabled { opacity: 0.45; }
-.arrowcache-explorer .code code { display: block; overflow-wrap: anywhere; user-select: all; padding: 0.2em 0.6em;
-  margin: 0.3em 0; background: rgba(128, 128, 128, 0.12); }
-.arrowcache-explorer .table { overflow-x: auto; }
-.arrowcache-explorer table { border-collapse: collapse; width: auto; font-size: 0.93em; }
-.arrowcache-explorer .table tr > :is(th, td) { text-align: left; vertical-align: middle; white-space: normal;
-  overflow-wrap: break-word; padding: 0.2em 1.2em 0.2em 0; border: 0; border-bottom: 1px solid var(--line);
-  color: inherit; background: none; max-width: 20em; }
-.arrowcache-explorer .table tr > th { font-weight: normal; white-space: nowrap; opacity: 0.75; }
-.arrowcache-explorer .table tr > :first-child { display: none; }
-.arrowcache-explorer td > span { display: inline-block; width: max-content; max-width: 18em; }
-.arrowcache-explorer .table img { zoom: 0.75; }
-.arrowcache-explorer .table tbody tr { cursor: pointer; }
-.arrowcache-explorer .table tbody tr:hover { background: rgba(47, 127, 193, 0.12); }
-.arrowcache-explorer .detail { border-left: 0.25em solid #2f7fc1; padding-left: 0.8em; margin-top: 0.8em; }
-.arrowcache-explorer .detail:empty { display: none; }
-.arrowcache-explorer .error { border-left: 0.25em solid #d55e00; padding-left: 0.6em; }
-.arrowcache-explorer .error:empty { display: none; }
-.arrowcache-explorer .values { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0.5em 1.2em; }
-.arrowcache-explorer .values > b { opacity: 0.75; font-weight: normal; }
-.arrowcache-explorer .values .bar { margin: 0 0 0.4em; }
-.arrowcache-explorer .value { overflow: auto; max-height: 530px; }
-.arrowcache-explorer .value img { max-width: 100%; }
-.arrowcache-explorer .zoomed img { width: var(--width); max-width: none; height: auto;
-  image-rendering: pixelated !important; }
-.arrowcache-explorer pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; max-height: 20em; overflow-y: auto; }
+  --line: var(--jp-border-color2, rgba(128, 128, 128, 0.35));
+  .charts > div { display: grid !important; grid-template-columns: repeat(auto-fill, 280px); gap: 0.6em 1.2em; }
+  .plot { flex-direction: column; }
+  .plot::before { content: attr(data-column); font-weight: 600; }
+  .bar { display: flex; flex-wrap: wrap; gap: 0.5em; align-items: center; margin: 0.6em 0; }
+  .count { font-size: 1.15em; margin-right: 0.4em; }
+  button, input[placeholder] { font: inherit; color: inherit; background: none; padding: 0.1em 0.6em;
+    border: 1px solid var(--line); border-radius: 3px; }
+  input[placeholder] { width: 9em; margin-left: 1em; }
+  button:disabled { opacity: 0.45; }
+  button:enabled:hover { border-color: #2f7fc1; color: #2f7fc1; }
+  .code code { display: block; overflow-wrap: anywhere; user-select: all; padding: 0.2em 0.6em; margin: 0.3em 0;
+    background: rgba(128, 128, 128, 0.12); }
+  .table { overflow-x: auto; }
+  .table table { border-collapse: collapse; width: auto; font-size: 0.93em; }
+  .table tr > :is(th, td) { text-align: left; vertical-align: middle; white-space: normal; max-width: 20em;
+    padding: 0.2em 1.2em 0.2em 0; border: 0; border-bottom: 1px solid var(--line); color: inherit; background: none; }
+  .table tr > th { font-weight: normal; white-space: nowrap; opacity: 0.75; }
+  .table tr > :first-child, .detail:empty, .error:empty { display: none; }
+  .table tbody tr { cursor: pointer; }
+  .table tbody tr:hover { background: rgba(47, 127, 193, 0.12); }
+  .table span { display: inline-block; width: max-content; max-width: 18em; overflow-wrap: break-word; }
+  .table img { zoom: 0.75; }
+  .detail { border-left: 0.25em solid #2f7fc1; padding-left: 0.8em; margin-top: 0.8em; }
+  .error { border-left: 0.25em solid #d55e00; padding-left: 0.6em; }
+  .values { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0.5em 1.2em; }
+  .values > b { opacity: 0.75; font-weight: normal; }
+  .values .bar { margin: 0 0 0.4em; }
+  .value { overflow: auto; max-height: 530px; }
+  .value img { max-width: 100%; }
+  .zoomed img { width: var(--width); max-width: none; height: auto; image-rendering: pixelated !important; }
+  pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; max-height: 20em; overflow-y: auto; }
+}
 `;
 const PAUSE_MS = 250; // after the last move of a brush, before its rows are asked for
 const REFRESH_MS = 3000;
@@ -128,8 +123,7 @@ async function render({ model, el }, shared) {
 
   async function askAnew(client) {
     await client.prepare(); // bounds
-    const others = client.filterBy?.clauses.filter((clause) => !client.filterBy.skip(client, clause)) ?? [];
-    client.requestQuery(client.query(others.map((clause) => clause.predicate)));
+    client.requestQuery(client.query(client.filterBy?.predicate(client, true))); // though it was brushed itself
   }
 
   function drawBoard() {

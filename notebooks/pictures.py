@@ -9,9 +9,13 @@ import io
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import nbformat
+from helpers import wait_until
 from laboratory import HOW_TO_GET_THEM, Laboratory, missing
 from PIL import Image, ImageOps
+from screen import Screen
 
 NOTEBOOK = Path(__file__).with_name("02-explore-a-cache.ipynb")
 FOLDER = Path(__file__).with_name("pictures")
@@ -49,6 +53,27 @@ def save(name: str, png: bytes) -> None:
     print(f"{path.name}: {image.width} x {image.height} pixels, {path.stat().st_size:,} bytes")
 
 
+def endless(folder: Path) -> Path:
+    """The notebook without its last cells: its cache stays, for who clicks on a row."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if not cell.id.startswith("end")]
+    nbformat.write(notebook, folder / NOTEBOOK.name)
+    return folder / NOTEBOOK.name
+
+
+def brush(browser: Any) -> None:
+    """Brush the middle of the redshifts, choose the spirals, and open a row."""
+    browser.execute_script("document.querySelector('.arrowcache-explorer').scrollIntoView()")
+    screen = Screen(browser, ["redshift"], ".arrowcache-explorer")
+    screen.drag('.charts [data-column="redshift"]', -50, 40)
+    wait_until(lambda: screen.all(".exclude:enabled"), "the brush's rows")
+    some = screen.text(".count")
+    screen.click('.charts [data-column="kind"] g[fill="#2f7fc1"] rect:nth-of-type(3)')
+    wait_until(lambda: screen.text(".count") != some and screen.all(".exclude:enabled"), "the bar's rows")
+    screen.click(".table tbody tr:nth-child(3)")
+    wait_until(screen.has(".detail", "Row"), "the row")
+
+
 def main() -> int:
     if missing():
         print(f"no {' and no '.join(missing())} here: {HOW_TO_GET_THEM}", file=sys.stderr)
@@ -56,7 +81,7 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="lab-") as folder,
-        Laboratory(Path(folder), NOTEBOOK, scale=SCALE) as laboratory,
+        Laboratory(Path(folder), endless(Path(folder)), scale=SCALE, height=2600) as laboratory,
     ):
         laboratory.open(NOTEBOOK.name)
         laboratory.run_all()
@@ -70,6 +95,9 @@ def main() -> int:
         save("gallery", laboratory.screenshot(gallery))
         (growth,) = laboratory.output("growth-code", "img")
         save("growth", laboratory.screenshot(growth))
+        (explorer,) = laboratory.output("explorer-code", ".arrowcache-explorer")
+        brush(laboratory.browser)
+        save("explorer", laboratory.screenshot(explorer))
     return 0
 
 

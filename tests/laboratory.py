@@ -1,4 +1,4 @@
-"""Laboratory: a JupyterLab server with a browser in front of it, as a reader of notebooks has them.
+"""Laboratory: JupyterLab or Notebook with a browser in front of it, as a reader of notebooks has them.
 
 Everything of both lies under one folder, settings, kernels' connections and the browser's profile included:
 nothing of the user's own is read or written. Both end with the `with` block, and all that they started.
@@ -47,13 +47,14 @@ def missing() -> list[str]:
 
 
 class Laboratory:
-    """JupyterLab over copies of notebooks, in Chromium without a screen; a context manager.
+    """JupyterLab or Notebook over copies of notebooks, in Chromium without a screen; a context manager.
 
     Args:
         folder: an empty one, for everything. Its path is short: Chromium has a socket in it, whose path has
             at most 107 bytes.
         notebooks: the files to be copied there; their kernel is this interpreter, with this library.
         theme: of JupyterLab.
+        app: which of the two, by its module.
         scale: pixels of a screenshot for each of the page's.
         height: of the window, in the page's pixels.
     Raises: TimeoutError: what starts did not within DEADLINE_SECONDS; says what it wrote.
@@ -66,8 +67,9 @@ class Laboratory:
         theme: Literal["Light", "Dark"] = "Light",
         scale: float = 1.0,
         height: int = 2000,
+        app: Literal["jupyterlab", "notebook"] = "jupyterlab",
     ) -> None:
-        self._folder = folder
+        self._folder, self._app = folder, app
         self._log = folder / "jupyterlab.log"
         self._token = secrets.token_hex(16)
         self._server: subprocess.Popen[bytes] | None = None
@@ -90,13 +92,19 @@ class Laboratory:
 
     def open(self, name: str) -> None:
         """Show a notebook, and wait until its kernel is ready."""
-        self.browser.get(f"{self._url}/lab/tree/{name}?token={self._token}&reset")  # without what was open
+        path = {"jupyterlab": "lab/tree", "notebook": "notebooks"}[self._app]
+        self.browser.get(f"{self._url}/{path}/{name}?token={self._token}&reset")  # without what was open
         self.wait_until(lambda: self._ask(_IS_READY, name), "the notebook and its kernel")
         self._ask("jupyterapp.shell.collapseLeft(); jupyterapp.shell.collapseRight()")
 
     def run_all(self) -> None:
         """Begin to run all cells; `has_run` tells when they have."""
-        self._ask(_RUN_ALL)
+        self._ask(_RUN, "notebook:run-all-cells")
+
+    def run(self, cell: str) -> None:
+        """Run the cell of that id."""
+        self._ask(_RUN, "notebook:run-cell", cell)
+        self.wait_until(self.has_run, f"the cell {cell}")
 
     def has_run(self) -> bool:
         """Whether all cells have run.
@@ -199,8 +207,8 @@ class Laboratory:
             "PYTHONPATH": str(Path(arrowcache.__file__).parents[1]),
         }
         command = [
-            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--port=0"),
-            *("--ip=127.0.0.1", f"--notebook-dir={self._folder / 'root'}", "--expose-app-in-browser"),
+            *(sys.executable, "-m", self._app, "--no-browser", "--allow-root", "--port=0"),
+            *("--ip=127.0.0.1", f"--ServerApp.root_dir={self._folder / 'root'}", "--expose-app-in-browser"),
             "--LanguageServerManager.autodetect=False",
             "--LabApp.extension_manager=readonly",
         ]
@@ -296,15 +304,18 @@ const cells = jupyterapp.shell.currentWidget.content.widgets;
 const output = cells.find((cell) => cell.model.id === arguments[0]).node.querySelector(".jp-Cell-outputArea");
 return Array.from(output.querySelectorAll(arguments[1]));
 """
-_RUN_ALL = """
+_RUN = """
 window.arrowcacheOutcome = null;
+const [command, id] = arguments;
+const { content } = jupyterapp.shell.currentWidget;
+if (id) content.activeCellIndex = content.widgets.findIndex((cell) => cell.model.id === id);
 const outcome = (says) => { window.arrowcacheOutcome = says; };
-const failures = () => Array.from(jupyterapp.shell.currentWidget.content.model.cells)
+const failures = () => Array.from(content.model.cells)
   .filter((cell) => cell.type === "code")
   .flatMap((cell) => cell.outputs.toJSON())
   .filter((output) => output.output_type === "error")
   .map((output) => `${output.ename}: ${output.evalue}`);
-jupyterapp.commands.execute("notebook:run-all-cells").then(
+jupyterapp.commands.execute(command).then(
   () => outcome(failures().join() || "well"),
   (error) => outcome(`not run: ${error}`),
 );

@@ -1,22 +1,43 @@
-// The explorer (explorer.py): mosaic's charts, and below them the rows behind the brushes. `mosaic` is the
-// script of mosaic-widget, which explorer.py puts before this one. HTML comes from Python, where all of a
-// cache's text is escaped; other text is set as text.
+// The explorer (explorer.py): mosaic's charts, and below them the rows behind the brushes. `mosaic` makes what
+// the script of mosaic-widget makes, one for each widget; explorer.py puts it before this one. A widget's views
+// share its brushes. HTML comes from Python, where all of a cache's text is escaped; other text is set as text.
 
 const STYLE = `
-.arrowcache-explorer { line-height: 1.45; font-variant-numeric: tabular-nums;
-  color: var(--jp-content-font-color1, inherit); font-family: var(--jp-content-font-family, system-ui, sans-serif); }
-.arrowcache-explorer .charts > div { flex-wrap: wrap !important; }
-.arrowcache-explorer .bar { display: flex; flex-wrap: wrap; gap: 0.4em; align-items: center; margin: 0.5em 0; }
-.arrowcache-explorer code { overflow-wrap: anywhere; user-select: all; }
-.arrowcache-explorer .table { overflow-x: auto; }
-.arrowcache-explorer .table tbody tr { cursor: pointer; }
-.arrowcache-explorer .detail { border-left: 0.25em solid #2f7fc1; padding-left: 0.8em; }
-.arrowcache-explorer .detail:empty { display: none; }
-.arrowcache-explorer .error { border-left: 0.25em solid #d55e00; padding-left: 0.6em; }
-.arrowcache-explorer .error:empty { display: none; }
-.arrowcache-explorer .values { display: grid; grid-template-columns: max-content 1fr; gap: 0.3em 1em; }
-.arrowcache-explorer .values img { max-width: 100%; }
-.arrowcache-explorer pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto; }
+.arrowcache-explorer { line-height: 1.45; font-variant-numeric: tabular-nums; font-size: var(--jp-ui-font-size1, 14px);
+  color: var(--jp-content-font-color1, inherit); font-family: var(--jp-content-font-family, system-ui, sans-serif);
+  --line: var(--jp-border-color2, rgba(128, 128, 128, 0.35));
+  .charts > div { display: grid !important; grid-template-columns: repeat(auto-fill, 280px); gap: 0.6em 1.2em; }
+  .plot { flex-direction: column; }
+  .plot::before { content: attr(data-column); font-weight: 600; }
+  .bar { display: flex; flex-wrap: wrap; gap: 0.5em; align-items: center; margin: 0.6em 0; }
+  .count { font-size: 1.15em; margin-right: 0.4em; }
+  button, input[placeholder] { font: inherit; color: inherit; background: none; padding: 0.1em 0.6em;
+    border: 1px solid var(--line); border-radius: 3px; }
+  input[placeholder] { width: 9em; margin-left: 1em; }
+  button:disabled { opacity: 0.45; }
+  button:enabled:hover { border-color: #2f7fc1; color: #2f7fc1; }
+  .code code { display: block; overflow-wrap: anywhere; user-select: all; padding: 0.2em 0.6em; margin: 0.3em 0;
+    background: rgba(128, 128, 128, 0.12); }
+  .table { overflow-x: auto; }
+  .table table { border-collapse: collapse; width: auto; font-size: 0.93em; }
+  .table tr > :is(th, td) { text-align: left; vertical-align: middle; white-space: normal; max-width: 20em;
+    padding: 0.2em 1.2em 0.2em 0; border: 0; border-bottom: 1px solid var(--line); color: inherit; background: none; }
+  .table tr > th { font-weight: normal; white-space: nowrap; opacity: 0.75; }
+  .table tr > :first-child, .detail:empty, .error:empty { display: none; }
+  .table tbody tr { cursor: pointer; }
+  .table tbody tr:hover { background: rgba(47, 127, 193, 0.12); }
+  .table span { display: inline-block; width: max-content; max-width: 18em; overflow-wrap: break-word; }
+  .table img { zoom: 0.75; }
+  .detail { border-left: 0.25em solid #2f7fc1; padding-left: 0.8em; margin-top: 0.8em; }
+  .error { border-left: 0.25em solid #d55e00; padding-left: 0.6em; }
+  .values { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0.5em 1.2em; }
+  .values > b { opacity: 0.75; font-weight: normal; }
+  .values .bar { margin: 0 0 0.4em; }
+  .value { overflow: auto; max-height: 530px; }
+  .value img { max-width: 100%; }
+  .zoomed img { width: var(--width); max-width: none; height: auto; image-rendering: pixelated !important; }
+  pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; max-height: 20em; overflow-y: auto; }
+}
 `;
 const PAUSE_MS = 250; // after the last move of a brush, before its rows are asked for
 const REFRESH_MS = 3000;
@@ -29,22 +50,62 @@ function add(parent, tag, className = "", text = "") {
   return element;
 }
 
-function render({ model, el }) {
+/** Shows the picture in a box larger by a factor, never smaller than at first; a point of the box stays where it is. */
+function zoom(box, factor, x = box.clientWidth / 2, y = box.clientHeight / 2) {
+  const image = box.querySelector("img");
+  const before = image.width;
+  const least = Number(image.getAttribute("width"));
+  const width = Math.min(Math.max(before * factor, least), 64 * least);
+  box.style.setProperty("--width", `${width}px`);
+  box.classList.toggle("zoomed", width > least);
+  box.scrollLeft = ((box.scrollLeft + x) * width) / before - x;
+  box.scrollTop = ((box.scrollTop + y) * width) / before - y;
+}
+
+/** What the views of one widget share: who asks its database, what is brushed, and when its rows are asked for. */
+function share(model) {
+  const { astToDOM, parseSpec, coordinator } = mosaic();
+  const asked = new Map();
+  const charts = coordinator();
+  charts.logger(null); // it would write each query to the console
+  charts.databaseConnector({
+    query: (query) =>
+      new Promise((resolve, reject) => {
+        const uuid = String(Math.random());
+        asked.set(uuid, { resolve, reject });
+        model.send({ ...query, uuid });
+      }),
+  });
+  model.on("msg:custom", ({ uuid, error, type }, buffers) => {
+    if (error) asked.get(uuid)?.reject(error);
+    else asked.get(uuid)?.resolve(type === "arrow" ? buffers[0].buffer : {});
+    asked.delete(uuid);
+  });
+  const params = new Map();
+  const draw = () => astToDOM(parseSpec(model.get("spec")), { params });
+  return { charts, params, draw, version: model.get("board").version, pause: 0 };
+}
+
+async function render({ model, el }, shared) {
   add(el, "style", "", STYLE);
   const root = add(el, "div", "arrowcache-explorer");
-  const charts = add(root, "div", "charts");
+  const { element } = await shared.draw();
+  element.querySelectorAll(".plot").forEach((plot, i) => {
+    plot.dataset.column = model.get("spec").hconcat[i].name;
+  });
+  add(root, "div", "charts").append(element);
   const count = add(root, "div", "bar");
   const says = add(root, "div", "says");
   const failed = add(root, "div", "error");
   const table = add(root, "div", "table");
   const code = add(root, "div", "code");
   const detail = add(root, "div", "detail");
-  const predicate = () => model.get("params").brush?.predicate ?? "";
+  const brush = shared.params.get("brush");
+  const predicate = () => [brush.predicate() ?? []].flat().join(" and "); // each stands in parentheses
   const page = (at) => model.send({ do: "page", text: predicate(), at });
-  let version = model.get("board").version;
   let isAsked = false; // for new rows; one question at a time
+  let isHeld = false; // a brush, in a chart that new rows would draw anew
   let last = predicate();
-  let pause = 0;
 
   function button(parent, className, name, act, isOff = false) {
     const made = add(parent, "button", className, name);
@@ -62,17 +123,16 @@ function render({ model, el }) {
 
   async function askAnew(client) {
     await client.prepare(); // bounds
-    const others = client.filterBy?.clauses.filter((clause) => !client.filterBy.skip(client, clause)) ?? [];
-    client.requestQuery(client.query(others.map((clause) => clause.predicate)));
+    client.requestQuery(client.query(client.filterBy?.predicate(client, true))); // though it was brushed itself
   }
 
   function drawBoard() {
     const board = model.get("board");
     isAsked = false;
-    if (board.version !== version) {
-      version = board.version;
-      mosaic.coordinator().manager.cache().clear();
-      mosaic.coordinator().clients.forEach(askAnew);
+    if (board.version !== shared.version) {
+      shared.version = board.version;
+      shared.charts.manager.cache().clear();
+      shared.charts.clients.forEach(askAnew);
     }
     root.dataset.looks = board.looks;
     says.textContent = board.says;
@@ -108,13 +168,26 @@ function render({ model, el }) {
     for (const { name, html, slices } of columns) {
       add(values, "b", "", name);
       const cell = add(values, "div");
-      const slider = slices > 1 ? add(cell, "input") : null;
+      const tools = add(cell, "div", "bar");
       const value = add(cell, "div", "value");
       value.dataset.column = name;
       value.innerHTML = html;
-      if (!slider) continue;
-      Object.assign(slider, { type: "range", min: 0, max: slices - 1, value: slices >> 1 });
-      slider.oninput = () => model.send({ do: "slice", text: name, at: slider.valueAsNumber });
+      if (slices > 1) {
+        const slider = add(tools, "input");
+        Object.assign(slider, { type: "range", min: 0, max: slices - 1, value: slices >> 1 });
+        slider.oninput = () => model.send({ do: "slice", text: name, at: slider.valueAsNumber });
+      }
+      if (value.querySelector("img[title]")) {
+        button(tools, "larger", "+", () => zoom(value, 2));
+        button(tools, "smaller", "−", () => zoom(value, 1 / 2));
+        value.onwheel = (event) => {
+          if (!event.ctrlKey) return; // which a pinch has, too; without, the page scrolls
+          event.preventDefault();
+          const { left, top } = value.getBoundingClientRect();
+          zoom(value, event.deltaY < 0 ? 1.25 : 0.8, event.clientX - left, event.clientY - top);
+        };
+      }
+      if (!tools.firstChild) tools.remove();
     }
   }
 
@@ -129,28 +202,46 @@ function render({ model, el }) {
     last = predicate();
     for (const made of count.querySelectorAll("button")) made.disabled = true; // until their rows are known
     root.state = "";
-    clearTimeout(pause);
-    pause = setTimeout(() => page(0), PAUSE_MS);
+    clearTimeout(shared.pause);
+    shared.pause = setTimeout(() => page(0), PAUSE_MS);
   }
 
   function refresh() {
-    if (isAsked || document.visibilityState !== "visible" || !root.isConnected) return;
+    if (isAsked || isHeld || document.visibilityState !== "visible" || !root.isConnected) return;
     isAsked = true;
     model.send({ do: "refresh" });
   }
 
+  for (const name of ["pointerdown", "pointermove", "pointerup", "pointerleave"]) {
+    root.addEventListener(name, (event) => {
+      isHeld = name !== "pointerleave" && event.buttons > 0;
+    });
+  }
   const timer = setInterval(refresh, REFRESH_MS);
-  const listeners = { board: drawBoard, detail: drawDetail, slice: drawSlice, params: brushed };
+  const listeners = { board: drawBoard, detail: drawDetail, slice: drawSlice };
   for (const [name, listener] of Object.entries(listeners)) model.on(`change:${name}`, listener);
+  brush.addEventListener("value", brushed);
   drawBoard();
-  mosaic.coordinator().logger(null); // it would write each query to the console
-  const end = mosaic.view.render({ model, el: charts });
   return () => {
     clearInterval(timer);
-    clearTimeout(pause);
     for (const [name, listener] of Object.entries(listeners)) model.off(`change:${name}`, listener);
-    end();
+    brush.removeEventListener("value", brushed);
+    for (const { value: plot } of root.querySelectorAll(".plot")) {
+      plot.marks.forEach((mark) => shared.charts.disconnect(mark));
+      for (const selection of shared.params.values()) {
+        selection.reset(selection.clauses.filter(({ source }) => plot.interactors.includes(source)));
+      }
+    }
   };
 }
 
-export default { initialize: mosaic.view.initialize, render };
+/** One for each model. */
+export default () => {
+  let shared;
+  return {
+    initialize({ model }) {
+      shared = share(model);
+    },
+    render: (view) => render(view, shared),
+  };
+};

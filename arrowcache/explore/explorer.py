@@ -8,6 +8,7 @@ nothing is leased but while rows are copied.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -37,7 +38,7 @@ _RATES = ("sample_rate", "sampling_rate", "rate")  # columns that tell at which 
 _MOST_BARS = 24  # different values that a column with a bar for each may have
 _MOST_COUNTED = 100_000  # rows in which the different texts are counted, to see whether they are few
 _MOST_CUBES = 64  # tables that mosaic has made for the next moves of a brush
-_CUBES = "mosaic"  # their schema
+_CUBES = "mosaic"  # their schema, which mosaic makes
 _NEW = "_new"
 
 
@@ -62,10 +63,10 @@ def open(cache: Cache | str | os.PathLike[str]) -> Explorer:  # noqa: A001  # ex
 class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widget ships no type information
     """The widget that `open` makes. Its memory is given back by `close()`, or the end of the kernel."""
 
-    _esm = "const mosaic = (() => {{\n{}\n}})();\n{}".format(
+    _esm = "const mosaic = () => {{\n{}\n}};\n{}".format(
         re.sub(
-            r"export\s*\{\s*(\w+) as default\s*\};?\s*$",
-            r"return { view: \1, coordinator };",
+            r"export\s*\{\s*\w+ as default\s*\};?\s*$",
+            "return { astToDOM, parseSpec, coordinator };",
             str(mosaic_widget.MosaicWidget._esm),
         ),
         Path(__file__).with_name("explorer.js").read_text(encoding="utf-8"),
@@ -84,7 +85,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         self._row: Rows | None = None  # the one that is shown large
         connection = connect()
         connection.execute("set preserve_insertion_order = false; set lock_configuration = true")
-        super().__init__(con=connection, preagg_schema=_CUBES)
+        super().__init__(con=connection)
         self._follow()
         self.spec = self._spec()
         self._show()
@@ -110,7 +111,8 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def close(self) -> None:
         """Take the widget out of the notebook, and give its memory back."""
         super().close()
-        self.con.interrupt()
+        with contextlib.suppress(duckdb.ConnectionException):  # it is closed
+            self.con.interrupt()
         self.con.close()
 
     # -- what the browser asks for -----------------------------------------------------------------
@@ -249,13 +251,16 @@ def _is_float(kind: FieldType) -> bool:
 def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, Any]:
     """A chart in mosaic's words: all rows in grey, before them those that the brushes of others leave."""
     axes: dict[str, Any]
+    size: dict[str, Any]
     if isinstance(kind, String) or (isinstance(kind, Tensor) and different <= _MOST_BARS):
         mark, brush, axes = "barX", "toggleY", {"x": {"count": None}, "y": name}
-        size = {"height": 50 + 18 * different, "marginLeft": 90, "xTickFormat": "s"}
+        size = {"height": 45 + 18 * different, "marginLeft": 90 if isinstance(kind, String) else 60}
     else:
         mark, brush, axes = "rectY", "intervalX", {"x": {"bin": name, "steps": 40}, "y": {"count": None}}
-        size = {"height": 160, "marginLeft": 45, "yTickFormat": "s"}
-    drawn, common = {"mark": mark, **axes}, {"width": 300, "xLabel": name, "yLabel": None}
+        size = {"height": 150, "marginLeft": 45}
+    counts = "xTickFormat" if mark == "barX" else "yTickFormat"
+    size |= {"width": 280, "marginTop": 8, "name": name, "xLabel": None, "yLabel": None, counts: "s"}
+    drawn = {"mark": mark, **axes}
     return {
         "plot": [
             {**drawn, "data": {"from": TABLE}, "fill": "#8c8c8c", "fillOpacity": 0.35},
@@ -263,6 +268,5 @@ def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, 
             {"select": brush, "as": f"${own}"},
             *[{"select": "highlight", "by": f"${own}"}] * (mark == "barX"),
         ],
-        **common,
         **size,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,13 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged
+from arrowcache.display import BLUE
+from arrowcache.explore.drawing import Pixels, to_html
 from arrowcache.explore.pictures import picture
 
 _AUDIO: Any = display.Audio  # without types
-_PIXELS = 512
+_PIXELS = 400  # of the longer side, as shown first
+_MOST_PIXELS = 2048  # to be seen by zooming in
 _CHANNELS = (1, 3, 4)
 _MOST_PLOTTED = 200_000  # numbers of a signal; of a longer one `picture` draws the lowest and highest
 _FEWEST_HEARD = 4000  # numbers of a signal that may be sound
@@ -51,7 +55,7 @@ def large(name: str, value: Any, kind: FieldType | None, rate: float = 0) -> dic
         slices = len(_slices(value))
         shown = slice_html(value, slices // 2)
     else:
-        shown = picture(value, kind, _PIXELS)._repr_html_()
+        shown = _picture(value, kind, _PIXELS if axes == 1 else _MOST_PIXELS)
     if isinstance(kind, Ragged) and value.size <= _MOST_NUMBERS:
         shown += f"<pre>{np.array2string(value, threshold=_MOST_NUMBERS)}</pre>"
     return {"name": name, "html": shown, "slices": slices}
@@ -64,7 +68,16 @@ def slice_html(value: NDArray[Any], at: int) -> str:
         some = _real(value.reshape(-1)[:: 1 + value.size // _LIMITS_OF])
         low, high = np.percentile(some[np.isfinite(some)], (1, 99)) if np.isfinite(some).any() else (0, 1)
         one = colormaps["viridis"](Normalize(low, high)(_real(one)), bytes=True)[..., :3]
-    return picture(one, None, _PIXELS)._repr_html_()
+    return _picture(one)
+
+
+def _picture(value: Any, kind: FieldType | None = None, most_pixels: int = _MOST_PIXELS) -> str:
+    """A picture whose own pixels are seen where it has few."""
+    drawn = picture(value, kind, most_pixels)
+    drawing = drawn.drawing
+    if isinstance(drawing, Pixels):
+        drawing = replace(drawing, is_map=max(drawing.image.size) < _PIXELS)
+    return to_html(drawing, drawn.summary, _PIXELS)
 
 
 def _is_image(shape: tuple[int, ...]) -> bool:
@@ -84,7 +97,10 @@ def _signal(value: NDArray[Any], rate: float) -> str:
     """A plot, and where it may be sound a player of it."""
     numbers = _real(value)
     figure = Figure(figsize=(9, 2.2), layout="tight")
-    figure.add_subplot().plot(numbers, linewidth=0.8)
+    axes = figure.add_subplot()
+    axes.plot(numbers, linewidth=0.8, color=BLUE)
+    axes.margins(x=0)
+    axes.spines[["top", "right"]].set_visible(False)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)
     shown = f'<img alt="" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'

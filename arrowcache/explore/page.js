@@ -1,11 +1,10 @@
 // A notebook's part, in a page of its own: the widget's model, whose messages go to serving.py and come back as
 // the answer: 4 bytes that say how long a list is, the list as JSON, and the buffers that its entries have.
 
-import widget from "/explorer.js";
+import explorer from "/explorer.js";
 
 const state = {};
 const listeners = {};
-let changed = {};
 let last = Promise.resolve(); // one message after another, as a kernel takes them
 
 const emit = (event, ...given) => [...(listeners[event] ?? [])].forEach((listener) => listener(...given));
@@ -33,14 +32,6 @@ function send(data) {
 
 const model = {
   get: (name) => state[name],
-  set(name, value) {
-    state[name] = changed[name] = value;
-    emit(`change:${name}`);
-  },
-  save_changes() {
-    send({ method: "update", state: changed });
-    changed = {};
-  },
   send: (content) => send({ method: "custom", content }),
   on: (event, listener) => (listeners[event] ??= new Set()).add(listener),
   off: (event, listener) => listeners[event]?.delete(listener),
@@ -48,5 +39,6 @@ const model = {
 
 history.replaceState(null, "", "/"); // the token has been used
 await send({ method: "request_state" });
+const widget = explorer();
 widget.initialize({ model });
 widget.render({ model, el: document.getElementById("here") });

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import os
 import secrets
 import struct
+import sys
 import threading
 import webbrowser
 from collections.abc import Callable
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>{0}</title>
 <link rel="icon" href="data:,"><link rel="stylesheet" href="/explorer.css">
-<body style="font-family: system-ui, sans-serif; margin: 1em"><b>{0}</b>
+<body style="font-family: system-ui, sans-serif; margin: 1em 1.5em"><h3>{0}</h3>
 <div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
 """
 _HEADERS = {
@@ -39,6 +41,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _MOST_ASKED_BYTES = 16 << 20
+_NICENESS = 10  # whoever samples or trains on this machine goes first
 
 
 def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
@@ -48,6 +51,7 @@ def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
         say: is told the address.
         opens: open a browser there.
     """
+    os.nice(_NICENESS)
     with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path)) as server:
         say(server.url)
         if opens:
@@ -93,6 +97,11 @@ class Server(ThreadingHTTPServer):
         """Answer no more. A thread that waits for its browser keeps nothing of the widget."""
         super().server_close()
         self._wire.on_msg(None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell of a defect; a browser may leave at any time."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Wire(DummyComm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 import numpy as np
@@ -13,9 +14,8 @@ pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installe
 
 from helpers import wait_until
 from laboratory import HOW_TO_GET_THEM, missing, start_browser
-from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
+from processes import Script
+from screen import Screen
 
 if missing():
     pytest.skip(f"no {' and no '.join(missing())} here: {HOW_TO_GET_THEM}", allow_module_level=True)
@@ -23,6 +23,8 @@ if missing():
 import arrowcache as ac
 from arrowcache import explore
 from arrowcache.explore.serving import Server
+from benchmarks.explorer import ROWS
+from benchmarks.explorer import fill as fill_numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCHEMA = ac.Schema(
@@ -34,6 +36,30 @@ SCHEMA = ac.Schema(
         "text": ac.String(),
     }
 )
+
+
+SAMPLER = """
+    import sys, time
+    import numpy as np
+    import arrowcache as ac
+    rng = np.random.default_rng(0)
+    with ac.Cache.open(sys.argv[1]).writer() as writer:
+        while True:
+            image = rng.integers(0, 256, (25, 16, 16, 3)).astype(np.uint8)
+            writer.extend(x=rng.random(25, "float32"), label=rng.integers(0, 4, 25), image=image)
+            time.sleep(0.02)  # the source is far away
+"""
+TRAINING = """
+    import sys
+    import arrowcache as ac
+    with ac.Loader(sys.argv[1], 32) as loader:
+        for batch in loader.repeat():
+            pass
+"""
+
+
+def severe(browser):
+    return [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def trained_on(cache):
@@ -52,68 +78,24 @@ def fill(cache, start, stop):
             writer.append(x=number, label=number % 4, image=image, volume=volume, text=text)
 
 
-class Screen:
-    """A browser before a served explorer, and what is to be read and done there."""
-
-    def __init__(self, browser, url):
-        self.browser = browser
-        self.open(url)
-        wait_until(lambda: self.bars("x") and self.bars("label"), "the charts")
-
-    def open(self, url):
-        self.browser.get(url)
-
-    def all(self, selector):
-        return self.browser.find_elements(By.CSS_SELECTOR, selector)
-
-    def text(self, selector):
-        return self.browser.execute_script(
-            "return document.querySelector(arguments[0])?.innerText ?? ''", selector
-        )
-
-    def bars(self, column, color="#2f7fc1"):
-        """How long the bars of a column's chart are, together: the blue ones, or all rows' behind them."""
-        script = """
-            const chart = [...document.querySelectorAll(".charts svg")].find(
-              (svg) => svg.textContent.includes(arguments[0]));
-            const bars = chart?.querySelectorAll(`g[fill="${arguments[1]}"] rect`) ?? [];
-            const side = arguments[0] === "x" ? "height" : "width";
-            return Array.from(bars).reduce((sum, bar) => sum + Number(bar.getAttribute(side)), 0);
-        """
-        return self.browser.execute_script(script, column, color)
-
-    def drag(self, selector, start, stop):
-        """Press, move once, so that nothing in between is brushed, and let go: from the middle on."""
-        element = self.browser.execute_script("return document.querySelector(arguments[0])", selector)
-        chain = ActionChains(self.browser).move_to_element_with_offset(element, start, 0)
-        chain.click_and_hold().move_by_offset(stop - start, 0).release().perform()
-
-    def has(self, selector, words):
-        return lambda: words in self.text(selector)
-
-    def click(self, selector):
-        """Click on the first of these once it is there, and anew where it was drawn anew meanwhile."""
-
-        def is_done():
-            with contextlib.suppress(StaleElementReferenceException):
-                for found in self.all(selector)[:1]:
-                    found.click()
-                    return True
-            return False
-
-        wait_until(is_done, selector)
+@contextlib.contextmanager
+def serving(cache):
+    with contextlib.closing(explore.open(cache)) as widget, Server(widget, "a cache") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield widget, server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
 def served(tmp_path):
     with ac.Cache.create(tmp_path / "shown", SCHEMA, "16MiB", "256KiB", 50) as cache:
         fill(cache, 0, 200)
-        with contextlib.closing(explore.open(cache)) as widget, Server(widget, "a cache") as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
+        with serving(cache) as (widget, server):
             yield cache, widget, server
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture
@@ -124,7 +106,8 @@ def browser(tmp_path_factory):
 
 def test_brush_open_exclude(served, browser, tmp_path):
     cache, widget, server = served
-    screen = Screen(browser, server.url)
+    browser.get(server.url)
+    screen = Screen(browser)
 
     def ids():
         with server.lock:  # the browser asks for what is new meanwhile
@@ -169,20 +152,91 @@ def test_brush_open_exclude(served, browser, tmp_path):
         screen.drag(".detail input[type=range]", 0, 60)
         wait_until(lambda: browser.execute_script(slice_of) != first, "another slice")
 
+        wide = "return document.querySelector('[data-column=image] img').width"
+        fitted = browser.execute_script(wide)
+        screen.click(".detail .larger")
+        assert browser.execute_script(wide) == 2 * fitted
+        screen.click(".detail .smaller")
+        screen.click(".detail .smaller")
+        assert browser.execute_script(wide) == fitted
+
         screen.click(".detail .exclude")
         wait_until(screen.has(".says", "1 row excluded"), "what was done")
         assert trained_on(cache) == {*range(250)} - {number}
         assert cache.stats().leased_bytes == 0
-        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+        assert severe(browser) == []
     finally:
         browser.save_screenshot(str(tmp_path / "explorer.png"))
 
 
 def test_the_address_is_good_for_one_browser(served, browser):
     *_, server = served
-    screen = Screen(browser, server.url)
+    browser.get(server.url)
+    screen = Screen(browser)
     browser.refresh()  # by its cookie
     wait_until(lambda: screen.text(".count") == "200 of 200 rows", "the page again")
     browser.delete_all_cookies()
-    screen.open(server.url)
-    assert "used already" in screen.text("body")
+    browser.get(server.url)
+    assert "used already" in screen.text("")
+
+
+def test_brushes_while_the_cache_rolls_and_somebody_trains(browser, tmp_path):
+    schema = ac.Schema({name: SCHEMA[name] for name in ("x", "label", "image")})
+    with ac.Cache.create(tmp_path / "rolling", schema, "2MiB", "64KiB", 25) as cache:
+
+        def done():
+            """How many segments were published and evicted, and how many batches trained on."""
+            stats, loaders = cache.stats(), explore.observe(cache).loaders
+            return stats.next_seq, stats.oldest_seq or 0, sum(loader.batches for loader in loaders)
+
+        with Script(SAMPLER, cache.path), Script(TRAINING, cache.path):
+            wait_until(lambda: min(done()) > 1, "a cache that rolls, and training")
+            with serving(cache) as (widget, server):
+                browser.get(server.url)
+                screen = Screen(browser)
+                for left, right in ((-60, 40), (-90, 0), (20, 60)):
+                    before, looks = done(), widget.board["looks"]
+                    screen.drag(".charts .plot", left, right)
+                    wait_until(lambda: widget.board["looks"] >= looks + 3, "looks")  # noqa: B023  # at once
+                    wait_until(lambda: widget.board["is_brushed"], "the brush")
+                    with server.lock:  # between two looks
+                        board, ids = widget.board, widget.ids
+                        copied = widget.con.execute(f"{widget.sql} order by _seq, _row").fetchdf()
+                        leases = explore.observe(cache).leases
+                    assert 0 < len(ids) == len(copied) == board["count"] < board["total"]
+                    assert copied[["_seq", "_row"]].to_numpy().tolist() == ids.tolist()
+                    frame = explore.rows(cache, ids, missing="skip")
+                    both = frame.merge(copied, on=["_seq", "_row"])
+                    assert (len(both), both["x_x"].tolist()) == (len(frame), both["x_y"].tolist())
+                    assert os.getpid() not in {lease.pid for lease in leases}
+                    wait_until(
+                        lambda: screen.text(".count") == "{count:,} of {total:,} rows".format(**widget.board),
+                        "its count",
+                    )
+                    wait_until(lambda: all(np.greater(done(), before)), "all three to go on")  # noqa: B023
+        assert severe(browser) == []
+
+
+def test_of_ten_million_rows_it_brushes_and_acts_on_one(browser, tmp_path):
+    fill_numbers(tmp_path / "large")
+    with ac.Cache.open(tmp_path / "large") as cache, serving(cache) as (widget, server):
+        browser.get(server.url)
+        screen = Screen(browser, ("x", "y", "label"))
+        assert screen.text(".count") == f"{ROWS:,} of {ROWS:,} rows"
+        before = screen.bars("y")
+        screen.drag(".charts .plot", 10, 60)
+        wait_until(lambda: screen.bars("y") < 0.8 * before, "the other chart's bars to fall")
+        wait_until(lambda: not screen.text(".count").startswith(f"{ROWS:,} of"), "the count to fall")
+        with server.lock:
+            (counted,) = explore.sql(cache, widget.sql.replace("*", "count(*)")).iloc[0]
+        assert screen.text(".count") == f"{counted:,} of {ROWS:,} rows"
+        screen.click(".table tbody tr:nth-child(3)")
+        wait_until(screen.has(".detail", "Row"), "the row")
+        screen.all(".detail input")[0].send_keys("far out")
+        screen.click(".detail .tag")
+        wait_until(screen.has(".says", "1 row tagged 'far out'"), "the tag")
+        screen.click(".detail .exclude")
+        wait_until(screen.has(".says", "1 row excluded"), "the exclusion")
+        noted = explore.sql(cache, "select _seq, _row from cache where _excluded and _tags = ['far out']")
+        assert noted.to_numpy().tolist() == [widget.detail["id"]]
+        assert severe(browser) == []

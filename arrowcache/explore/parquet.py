@@ -25,7 +25,7 @@ from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
-from arrowcache.explore.noted import EXCLUDED, TAGS
+from arrowcache.explore.noted import EXCLUDED, REASON, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
@@ -37,7 +37,7 @@ from arrowcache.units import format_count
 
 _GROUP_BYTES = 16 << 20  # of what is imported at a time
 _MOST_ROWS = 1 << 16
-_OF_ROWS = (*RESERVED_NAMES, EXCLUDED, TAGS)  # what a DataFrame of another cache says of its rows there
+_OF_ROWS = (*RESERVED_NAMES, EXCLUDED, REASON, TAGS)  # what a DataFrame of another cache says of rows
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file; all else is no reason to take it back
 
 

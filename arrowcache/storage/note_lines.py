@@ -129,7 +129,7 @@ class NoteLines(NamedTuple):
     def of(cls, rows: Rows, texts: Sequence[str], said: Said) -> NoteLines:
         """Lines that say the last thing said on each matter of each row."""
         if (said.numbers[1:] < said.numbers[:-1]).any():
-            said = said.take(said.numbers.argsort(kind="stable"))
+            said = said.take(_order(said, rows.size))
         ends = said.numbers[_MOST_AT_ONCE::_MOST_AT_ONCE]
         starts = rows.starts[np.unique(rows.starts.searchsorted(ends))]
         cuts = [0, *said.numbers.searchsorted(starts).tolist(), len(said.numbers)]
@@ -308,6 +308,16 @@ def _pieces(*notes: NoteLines) -> Iterator[tuple[NoteLines, ...]]:
     piece = rows[order].cumsum() // _MOST_AT_ONCE
     starts = np.unique(seqs[order][1:][np.diff(piece) > 0])
     return zip(*(each._split(starts) for each in notes), strict=True)
+
+
+def _order(said: Said, size: int) -> NDArray[np.int64]:
+    """The order of things by row, (at most n,), stable: of many alike, the last of each row, without a sort."""
+    numbers, codes = said.numbers, said.codes
+    if len(numbers) < size // 16 or (codes != codes[0]).any():
+        return numbers.argsort(kind="stable")
+    last = np.full(size, -1)
+    last[numbers] = np.arange(len(numbers))
+    return last[last >= 0]
 
 
 def _before(sizes: NDArray[np.integer[Any]]) -> NDArray[np.int64]:

@@ -373,7 +373,7 @@ class Epochs:
             lengths = None if self._lengths is None else self._lengths.of(snapshot)
             plan = planned if is_rest else self.plan_of(planned.epoch, snapshot, lengths)
             order = self._order(plan, snapshot.segments, self._missing, lengths)
-            epoch.begin(plan, order, range(order.steps)[made])
+            epoch.begin(plan.among(snapshot.segments), order, range(order.steps)[made])
             self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
             undo.pop_all()
         return epoch

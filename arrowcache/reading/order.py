@@ -166,7 +166,7 @@ class EpochOrder(EvenOrder):
 
     def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
         super().__init__(plan, plan.stream_rows - plan.position, batch_size, shard, drop_last)
-        self.selected = Selected(plan.seqs, plan.rows, plan.bitmaps)
+        self.selected = plan.selected
         self._segments, self._starts = range(len(plan.rows)), starts_of(plan.counts)
         self._pass_rows = plan.pass_rows
         self._start, self._end = plan.position, plan.stream_rows
@@ -401,8 +401,7 @@ def order_of(
     Args:
         keeps_steps: each step keeps its number, even if rows are missing.
     """
-    if plan.weights is not None and len(present) < len(plan.seqs):
-        plan = plan.without(~are_among(plan.seqs, np.array([segment.seq for segment in present], np.int64)))
+    plan = plan.among(present)
     if len(present) == len(plan.seqs):
         return EpochOrder(plan, batch_size, shard, drop_last)
     kind = ResumedSteps if keeps_steps else ResumedOrder

@@ -10,6 +10,7 @@ the batch size, workers and world size before and after.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.packing import Packing, Within, require_packing
+from arrowcache.reading.segment_arrays import are_among
 from arrowcache.reading.selected import Bitmaps, Selected, counts_of, padding
 from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
 from arrowcache.reading.weights import Draws, Weights
@@ -66,9 +68,11 @@ class Plan:
     bitmaps: Bitmaps = field(default_factory=dict)
     weights: Weights | None = None
     counts: NDArray[np.int64] = field(init=False)
+    selected: Selected = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", counts_of(self.seqs, self.rows, self.bitmaps))
+        object.__setattr__(self, "selected", Selected(self.seqs, self.rows, self.bitmaps))
 
     @property
     def stream_rows(self) -> int:
@@ -85,25 +89,25 @@ class Plan:
         """Return the rows of one pass. Draws by weights are all of one."""
         return int(self.counts.sum()) if self.weights is None else self.stream_rows
 
-    def without(self, gone: NDArray[np.bool_]) -> Plan:
-        """Return the plan of draws from fewer segments.
+    def among(self, present: Sequence[SegmentInfo]) -> Plan:
+        """Return the plan of draws from those segments that are present; of no draws, if these weigh nothing.
 
-        Args:
-            gone: (segments,) True for those that are left out.
+        Another plan stays as it is.
         """
-        assert self.weights is not None
+        if self.weights is None or len(present) == len(self.seqs):
+            return self
+        gone = ~are_among(self.seqs, np.array([segment.seq for segment in present], np.int64))
         weights = Weights(self.weights.of_rows[~np.repeat(gone, self.counts)])
         seqs, rows = self.seqs[~gone], self.rows[~gone]
         bitmaps = {seq: self.bitmaps[seq] for seq in seqs.tolist() if seq in self.bitmaps}
-        return replace(
-            self, seqs=seqs, rows=rows, bitmaps=bitmaps, weights=weights, epoch_rows=self.stream_rows
-        )
+        draws = self.stream_rows if weights.table.total else self.position
+        return replace(self, seqs=seqs, rows=rows, bitmaps=bitmaps, weights=weights, epoch_rows=draws)
 
     def probabilities(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability (n,) of rows (n, 2) to be what one draw gives; 0 of other epochs' rows."""
         assert self.weights is not None
         numbers, is_there = Rows.of_counts(self.seqs, self.rows).numbers(ids)
-        numbers, is_selected = Selected(self.seqs, self.rows, self.bitmaps).numbers(numbers)
+        numbers, is_selected = self.selected.numbers(numbers)
         found = np.zeros(len(ids))
         found[np.flatnonzero(is_there)[is_selected]] = self.weights.probabilities(numbers)
         return found

@@ -18,7 +18,8 @@ from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import VALUES
 
-_COLUMNS = ("_seq", "_row", "_age_seconds")
+_AGE = "_age_seconds"
+_COLUMNS = ("_seq", "_row", _AGE)
 
 
 class SnapshotValues:
@@ -51,13 +52,16 @@ class RowColumns(Mapping[str, Any]):
 
     Args:
         index: of the segment in the snapshot.
+
+    Attributes:
+        version: None where nothing that changes was read, else of the annotations; of ages one of its own.
     """
 
     def __init__(self, snapshot: Snapshot, index: int, values: SnapshotValues) -> None:
         self._snapshot, self._values = snapshot, values
         self._ids = np.arange(snapshot.rows_before(index), snapshot.rows_before(index + 1))
         self._known: dict[str, Any] = {}
-        self.has_read_notes = False
+        self.version: object = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._known:
@@ -66,6 +70,8 @@ class RowColumns(Mapping[str, Any]):
 
     def _read(self, name: str) -> Any:
         if name in _COLUMNS:
+            if name == _AGE:
+                self.version = object()
             return self._snapshot.locate(self._ids)[name]
         if name in self._snapshot.columns:
             return self._snapshot.gather(self._ids, [name])[name]
@@ -83,5 +89,5 @@ class RowColumns(Mapping[str, Any]):
         return len(self._names())
 
     def _names(self) -> list[str]:
-        self.has_read_notes = True
+        self.version = self.version or self._values.version
         return [*self._snapshot.columns, *_COLUMNS, *self._values.names]

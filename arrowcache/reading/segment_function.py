@@ -44,7 +44,7 @@ class SegmentFunction(Generic[T]):
             if found is None or (found[1] is not None and found[1] != values.version):
                 columns = RowColumns(snapshot, index, values)
                 result = self._checked(self._function(columns), segment)
-                found = result, values.version if columns.has_read_notes else None
+                found = result, columns.version
             known[segment.seq] = found
         self._known = known
         return [result for result, _ in known.values()]

@@ -27,6 +27,7 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.selection import Selection
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weighing import Weighing
+from arrowcache.reading.weights_file import make_room
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count
@@ -79,6 +80,7 @@ class Supply:
         Nothing stays leased if the generator is closed before it ends, nor after `drop`.
         """
         self.drop()
+        self._reserve()
         with ExitStack() as undo:
             leased = self.store.lease(self._fresh(), yields_since=self.known)
             if leased.lease is not None:
@@ -117,6 +119,7 @@ class Supply:
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
             return None
+        self._reserve()
         return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, count)
 
     def _counted(
@@ -158,6 +161,10 @@ class Supply:
         snapshot.bitmaps = self._selection.of(snapshot)
         self._has_excluded = bool(snapshot.bitmaps)
         return snapshot.selected.size
+
+    def _reserve(self) -> None:
+        if self._weighing is not None:
+            make_room(self.store, self.rows)
 
     def _weigh(self, snapshot: Snapshot) -> None:
         if self._weighing is not None:

@@ -57,7 +57,8 @@ class Weighing:
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
         weights = Weights(found)
         if self._values is not None and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
-            np.copyto(found, np.fmax.reduce(found, initial=0) or np.float32(1), where=np.isnan(found))
+            heaviest = np.fmax.reduce(found, initial=0)
+            found[np.isnan(found)] = heaviest if 0 < heaviest < np.inf else 1
             weights = Weights(found)
         if (bad := weights.table.bad) >= 0:
             where = snapshot.locate(selected.ids(np.array([bad])))

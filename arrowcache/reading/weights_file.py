@@ -1,22 +1,38 @@
 """Weights as a file, by which an epoch goes on from a state, or ranks share it.
 
 A state names the file in `notes/`, by the digest of its content. It is written when somebody needs it: when a
-state of an epoch under way is asked for, or a rank begins one for others. The last few are kept, and count in
-the capacity.
+state of an epoch under way is asked for, or a rank begins one for others. The last few are kept: as many as
+an eighth of the capacity has room for, and one at least. An epoch has the room made before it leases all that
+might leave.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pyarrow as pa
 
-from arrowcache.errors import MissingSegmentsError
+from arrowcache.errors import CacheFullError, MissingSegmentsError
 from arrowcache.reading.weights import Weights
 from arrowcache.storage.layout import WEIGHTS_NAME
 from arrowcache.storage.note_lines import arrow_file
 from arrowcache.storage.store import Store
 
 _KEPT = 4
+_SHARE = 8
+_MORE_BYTES = 4096  # of a file than its weights
+
+
+def make_room(store: Store, rows: int) -> None:
+    """Have room for the weights of so many rows, if they are at most an eighth of the capacity.
+
+    What cannot be had is left to `write_weights`.
+    """
+    nbytes = 4 * rows + _MORE_BYTES
+    with store.locked(), suppress(CacheFullError):
+        if nbytes <= store.settings.capacity_bytes // _SHARE:
+            store.require_room(nbytes)
 
 
 def write_weights(store: Store, weights: Weights) -> None:
@@ -25,11 +41,12 @@ def write_weights(store: Store, weights: Weights) -> None:
     Raises: CacheFullError: what is leased leaves no room.
     """
     name = _name(weights.name)
-    if store.folder.touch_weights(name):
-        return
-    data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
-    store.require_room(data.size)
-    store.folder.link_weights(name, data, _KEPT)
+    if not store.folder.touch_weights(name):
+        data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
+        kept = min(_KEPT, store.settings.capacity_bytes // _SHARE // data.size)
+        store.folder.drop_weights(max(1, kept) - 1)
+        store.require_room(data.size)
+        store.folder.link_weights(name, data)
 
 
 def read_weights(store: Store, name: str) -> Weights:

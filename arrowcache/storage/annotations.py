@@ -69,9 +69,10 @@ class Annotations:
         Warns: RuntimeWarning, once: older ones left for want of room.
         Raises: ValueError: they are more than there may be.
         """
-        if len(ids) * len(values) > self.notes.most_values:
+        count = len(ids) * len(values)
+        if count > self.notes.most_values and not self.notes.has_grown(count):
             raise ValueError(
-                f"{len(ids) * len(values)} values are more than an eighth of the cache's capacity holds, "
+                f"{count} values are more than an eighth of the cache's capacity holds, "
                 f"{self.notes.most_values}: annotate fewer rows, or raise the capacity"
             )
         self.notes.warn_of_loss()
@@ -115,15 +116,20 @@ class Annotations:
             warn(f"annotations of {format_count(self._rows, 'row')} wait: {sentence_of(error)}")
 
     def _run(self) -> None:
-        while True:
-            time.sleep(_SECONDS)
-            with suppress(ArrowCacheError, OSError):  # tried again; `flush` raises it, and the exit tells it
-                self.flush()
-            self.notes.merge(VALUES)
+        try:
+            while True:
+                time.sleep(_SECONDS)
+                with suppress(ArrowCacheError, OSError):  # tried again; `flush` raises it, the exit tells it
+                    self.flush()
+                self.notes.merge(VALUES)
+                with self._adding:
+                    if not self._waiting:
+                        self._thread = None
+                        return
+        except BaseException:  # such as MemoryError: the next value starts a thread anew
             with self._adding:
-                if not self._waiting:
-                    self._thread = None
-                    return
+                self._thread = None
+            raise
 
     def _flush_last(self) -> None:
         try:

@@ -657,12 +657,16 @@ class Folder:
         """The bytes of a file of weights. Raises: FileNotFoundError: it left."""
         return _read(self.notes / name, _MOST_WEIGHTS_BYTES)
 
-    def link_weights(self, name: str, data: memoryview, kept: int) -> None:
-        """Make a file of weights appear, and unlink all but the last few used; only under cache.lock."""
+    def link_weights(self, name: str, data: memoryview) -> None:
+        """Make a file of weights appear; only under cache.lock."""
         self._link_in_notes(name, data, syncs=False)
-        old = [each for each in _plain(self.notes) if layout.WEIGHTS_NAME.fullmatch(each) and each != name]
+
+    def drop_weights(self, kept: int) -> None:
+        """Unlink all files of weights but the last few used; only under cache.lock."""
+        names = _plain(self.notes) if self.notes.is_dir() else ()
+        old = [each for each in names if layout.WEIGHTS_NAME.fullmatch(each)]
         old.sort(key=lambda each: os.stat(self.notes / each).st_mtime_ns)
-        for each in old[: max(0, len(old) + 1 - kept)]:
+        for each in old[: max(0, len(old) - kept)]:
             (self.notes / each).unlink(missing_ok=True)
 
     def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:

@@ -311,7 +311,7 @@ def _pieces(*notes: NoteLines) -> Iterator[tuple[NoteLines, ...]]:
 
 
 def _order(said: Said, size: int) -> NDArray[np.int64]:
-    """The order of things by row, (at most n,), stable: of many alike, the last of each row, without a sort."""
+    """The stable order of things by row: (n,). Of many alike it is of each row's last, and takes no sort."""
     numbers, codes = said.numbers, said.codes
     if len(numbers) < size // 16 or (codes != codes[0]).any():
         return numbers.argsort(kind="stable")

@@ -103,6 +103,12 @@ class Notes:
         """The number of values that there may be, about."""
         return self._share // _VALUE_BYTES
 
+    def has_grown(self, values: int) -> bool:
+        """True if there may be so many values, by a capacity that another process has raised."""
+        with self._store.locked():
+            self._store.refresh_settings()
+        return values <= self.most_values
+
     @property
     def _share(self) -> int:
         """The most bytes that notes of a kind take."""
@@ -128,6 +134,7 @@ class Notes:
 
     def _mark(self, ids: NDArray[np.int64], what: int, text: str) -> int:
         with self._store.locked():
+            self._store.refresh_settings()
             rows = Rows.of(self._store.segments())
             next_seq = self._store.folder.read_record().next_seq
         segments, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
@@ -160,7 +167,7 @@ class Notes:
         """
         folder, files = self._store.folder, self._files(kind)
         older, newer = map(folder.note_bytes, files[-2:]) if len(files) > 1 else (1, 0)
-        if older > min(2 * newer, _MOST_MERGED, self._share // 8):
+        if older > min(2 * newer, _MOST_MERGED, self._share):
             return False
         lines = self._lines(files[-2]).joined(self._lines(files[-1]), Rows.of(self._store.segments()))
         data = lines.pack()
@@ -174,7 +181,7 @@ class Notes:
     def _link(self, file: NoteFile, data: bytes, lines: NoteLines) -> None:
         """Make a file appear, in place of those with the same numbers; under cache.lock."""
         folder = self._store.folder
-        self._make_room(file.kind, len(data))
+        self._make_room(file, len(data))
         folder.sweep()
         self._store.require_room(len(data))
         folder.link_note(file, data, syncs=file.kind == MARKS)
@@ -183,13 +190,14 @@ class Notes:
             if other.kind == file.kind and other.is_within(file):
                 folder.drop_note(other)
 
-    def _make_room(self, kind: str, more: int) -> None:
-        """Drop the oldest values that leave no room for more bytes of a kind.
+    def _make_room(self, new: NoteFile, more: int) -> None:
+        """Drop the oldest values that leave no room for a file of more bytes, which may replace some.
 
         Raises: CacheFullError: marks would take too much.
         """
-        folder, share = self._store.folder, self._share
-        nbytes = {file: folder.note_bytes(file) for file in folder.note_files()}
+        folder, share, kind = self._store.folder, self._share, new.kind
+        files = (file for file in folder.note_files() if not (file.kind == kind and file.is_within(new)))
+        nbytes = {file: folder.note_bytes(file) for file in files}
         marks = sum(size for file, size in nbytes.items() if file.kind == MARKS)
         if kind == MARKS and (marks + more > share or more > MOST_NOTE_BYTES):
             raise CacheFullError(

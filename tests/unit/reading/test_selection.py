@@ -94,6 +94,20 @@ def test_annotations_that_cannot_be_written_end_no_training(cache, monkeypatch):
     cache.close()
 
 
+def test_a_function_of_ages_is_asked_in_each_epoch(cache):
+    asked = []
+
+    def rows(columns):
+        asked.append(columns["_age_seconds"][0])
+        return columns["_age_seconds"] >= 0
+
+    with Loader(cache, 1, rows=rows) as loader:
+        for _ in range(2):
+            assert len(ids_of(loader)) == 160
+    assert len(asked) == 20
+    assert asked[10] > asked[0]
+
+
 def test_a_function_that_reads_annotations_is_asked_again_after_newer_ones(cache):
     asked = []
 

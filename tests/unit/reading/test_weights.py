@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from helpers import ids_of, publish
+from helpers import ids_of, make_cache, publish
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,6 +172,64 @@ def test_draws_from_segments_that_left_are_made_from_the_others(cache):
             found = ids_of(loader)
         assert len(found) == 392
         assert min(found) >= 16
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_draws_end_where_all_that_weighs_has_left(tmp_path, left):
+    cache = make_cache(tmp_path / "small", capacity="1MiB")
+    publish(cache, 3)
+    weights = lambda columns: np.where(columns["_seq"] == 0, 1.0, 0.0)  # noqa: E731
+    with Loader(cache, 8, weights=weights, epoch_rows=400) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    for _ in range(left):
+        cache.evict(1)
+    publish(cache, 1)
+    with Loader(cache, 8, weights=lambda columns: columns["id"] + 1.0, epoch_rows=40) as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match="draws from some segments of epoch 0 are lost"):
+            assert ids_of(loader) == []
+        assert len(ids_of(loader)) == 40
+
+
+def test_probabilities_after_an_eviction_are_those_of_the_draws(cache):
+    with Loader(cache, 8, weights="id", epoch_rows=400) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    cache.evict(1)
+    with Loader(cache, 8, weights="id") as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match="are lost"):
+            next(iter(loader))
+        ids = [(seq, row) for seq in range(10) for row in range(16)]
+        found = loader.probabilities(ids)
+    assert found[:16].tolist() == 16 * [0]
+    np.testing.assert_allclose(found[16:], np.arange(16, 160) / sum(range(16, 160)))
+
+
+def test_a_full_cache_has_room_for_the_weights_of_a_state_and_keeps_its_rows(tmp_path):
+    cache = ac.Cache.create(tmp_path / "full", {"x": ac.Tensor("float32", (10,))}, "8MiB", "256KiB")
+    while not cache.stats().evicted_rows:
+        with cache.writer() as writer:
+            writer.extend(x=np.zeros((6000, 10), np.float32))
+    before = cache.stats().rows
+    for number in range(6):
+        with Loader(cache, 64, weights=lambda columns, n=number: columns["_row"] + n + 1.0) as loader:
+            next(iter(loader))
+            loader.state_dict()
+    assert len(weights_files(cache)) >= 1
+    assert sum((cache.path / "notes" / name).stat().st_size for name in weights_files(cache)) <= 1 << 20
+    assert before - cache.stats().rows <= 2 * 2**20 // 40
+    assert cache.verify() == []
+
+
+def test_a_weight_that_float32_cannot_hold_is_named_by_its_row(cache):
+    cache.annotate("0:5", loss=1e39)
+    with (
+        Loader(cache, 8, weights="loss") as loader,
+        pytest.raises(ValueError, match="row 0:5 has the weight inf"),
+    ):
+        next(iter(loader))
 
 
 def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):

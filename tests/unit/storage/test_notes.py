@@ -604,6 +604,54 @@ def test_values_that_cannot_be_written_are_kept_and_written_later(cache, monkeyp
     assert values(cache, "loss") == {(0, 0): 1.0}
 
 
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_any_error_the_next_value_is_written_with_those_before(cache, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    wait_until(lambda: not annotating(), "threads of other tests")
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "link_note", fails)
+        cache.annotate("0:0", loss=1)
+        (thread,) = annotating()
+        thread.join(60)
+    cache.annotate("0:1", loss=2)
+    wait_until(lambda: Notes(cache.store).names() == ["loss"], "the file")
+    assert values(cache, "loss") == {(0, 0): 1.0, (0, 1): 2.0}
+
+
+def test_a_capacity_that_another_process_raised_counts(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity="512KiB")
+    publish(cache, 2)
+    with pytest.raises(ac.CacheFullError, match="raise the capacity"):
+        cache.exclude("0:1", "x" * 70_000)
+    most = cache._notes.most_values
+    ids = np.zeros((most + 1, 2), np.int64)
+    with pytest.raises(ValueError, match="raise the capacity"):
+        cache.annotate(ids, loss=np.ones(len(ids)))
+    with ac.Cache.open(cache.path) as other:
+        other.resize("64MiB")
+    cache.annotate(ids, loss=np.ones(len(ids)))
+    cache.exclude("0:1", "x" * 70_000)
+    assert excluded(cache) == {(0, 1)}
+
+
+def test_values_of_every_row_that_are_written_again_and_again_stay(tmp_path):
+    schema = ac.Schema({"x": ac.Tensor("float32", (11,))})
+    cache = ac.Cache.create(tmp_path / "cache", schema, "8MiB", "1MiB")
+    with cache.writer() as writer:
+        writer.extend(x=np.zeros((100_000, 11), np.float32))
+    rows, rng = Rows.of(cache.store.segments()), np.random.default_rng(0)
+    ids = np.array([(each.seq, row) for each in cache.store.segments() for row in range(each.rows)])
+    notes = Notes(cache.store)
+    for order in (np.arange(len(ids)), rng.integers(0, len(ids), 2 * len(ids))):
+        for first in range(0, len(order), 8192):
+            some = order[first : first + 8192]
+            notes.annotate({"loss": (ids[some], rng.random(len(some), np.float32))})
+            notes.merge(VALUES)
+    assert not np.isnan(notes.values(rows, "loss")).any()
+
+
 def test_what_a_sample_says_stays_as_it_is(cache):
     cache.exclude(ALL)
     cache.annotate(ALL, loss=1)

@@ -98,3 +98,27 @@ def test_a_merged_file_and_segments_that_come_cause_no_second_reading(cache):
     publish(cache, 1)
     assert len(notes.version(VALUES)) == 1
     assert looked_at() == ([], 16)
+
+
+class FailingNotes(Notes):
+    fails = False
+
+    def parts(self, kind):
+        if self.fails:
+            raise KeyboardInterrupt
+        return super().parts(kind)
+
+
+def test_after_ctrl_c_in_a_reading_the_next_one_is_right(cache):
+    publish(cache, 2)
+    notes = FailingNotes(cache.store)
+    kept = RowValues(notes, "loss")
+    kept.of(Rows.of(cache.store.segments()))
+    publish(cache, 1)
+    notes.annotate({"loss": (np.array([(2, row) for row in range(16)]), np.arange(16.0))})
+    assert kept.of(Rows.of(cache.store.segments()[:2])).size == 32  # all files are taken in
+    notes.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        kept.of(Rows.of(cache.store.segments()))
+    notes.fails = False
+    assert kept.of(Rows.of(cache.store.segments()))[32:].tolist() == [*range(16)]

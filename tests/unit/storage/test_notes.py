@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -127,6 +128,14 @@ def test_the_latest_note_on_each_matter_counts(cache, seed):
     assert values(other, "norm") == norms
     assert len(note_names(other)) < 20
     assert ac.Cache.open(cache.path).verify() == []
+
+
+def test_the_latest_note_counts_though_the_clock_was_set_back(cache, monkeypatch):
+    notes, ids = notes_of(cache), np.array([(0, 0)])
+    notes.annotate({"loss": (ids, np.array([1.0]))})
+    monkeypatch.setattr(time, "time_ns", lambda: 5)
+    notes.annotate({"loss": (ids, np.array([2.0]))})
+    assert values(cache, "loss") == {(0, 0): 2.0}
 
 
 def test_names_tags_and_reasons_are_told(cache):

@@ -131,7 +131,7 @@ def test_the_latest_note_on_each_matter_counts(cache, seed):
 
 
 def test_the_latest_note_counts_though_the_clock_was_set_back(cache, monkeypatch):
-    notes, ids = notes_of(cache), np.array([(0, 0)])
+    notes, ids = Notes(cache.store), np.array([(0, 0)])
     notes.annotate({"loss": (ids, np.array([1.0]))})
     monkeypatch.setattr(time, "time_ns", lambda: 5)
     notes.annotate({"loss": (ids, np.array([2.0]))})

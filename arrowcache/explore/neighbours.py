@@ -110,8 +110,8 @@ def map_of(
         max_rows: at most so many rows, drawn at random. A row takes 1 KiB of memory.
         seed: of the draw.
     Returns: a row each, oldest first: `_seq` and `_row`, `x` and `y`, float64, and `by`; one named `x` or
-        `y` is `x_1` or `y_1`. `attrs` has the names and, as `explained`, the shares of the variance along x and y. Points that are chosen of it are
-        ids, as in `gallery(cache, column, rows=frame[frame.x > 3])`.
+        `y` is `x_1` or `y_1`. `attrs` has the names and, as `explained`, the shares of the variance along x
+        and y. Points that are chosen of it are ids, as in `gallery(cache, column, rows=frame[frame.x > 3])`.
     Blocks: while the values are read; until then every segment is leased.
     Raises: ValueError: a column without vectors, fewer than three rows. Else as `to_pandas`.
     """

@@ -29,7 +29,7 @@ MOST_BYTES = 150_000  # of a picture
 FREEZE_IF_BUSY = """
 const monitor = document.querySelector(".arrowcache-monitor");
 const text = monitor?.innerText ?? "";
-const isBusy = /leased(?! )[^]*Waiting writers: none/.test(text) && !text.includes(" 0 B/s");
+const isBusy = /Waiting writers: none[^]*leased(?! )/.test(text) && !text.includes(" 0 B/s");
 const isWellOnItsWay = Number(text.match(/loader\\s+\\d+\\s+(\\d+)/)?.[1]) > arguments[0];
 if (isBusy && isWellOnItsWay) monitor.replaceWith(monitor.cloneNode(true));
 return Boolean(isBusy && isWellOnItsWay);

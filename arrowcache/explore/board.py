@@ -29,7 +29,7 @@ _RIGHT |= {"epochs", "batches", "delivered", "now", "stall"}
 
 
 def board_of(history: History, error: str | None = None, path: object = "", is_live: bool = True) -> Card:
-    """Everything to be shown, of the last look.
+    """Everything to be shown, of the last look; leases come last, since a small window cuts what does.
 
     Args:
         error: why that look failed; then the rest is of the one before it.
@@ -45,10 +45,10 @@ def board_of(history: History, error: str | None = None, path: object = "", is_l
         parts += [*seen.stats.parts(), Curves(curves)]
         loaders = {rate.key: rate for rate in history.moments[-1].loaders}
         for title, head, rows in (
-            ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
+            ("Loaders: none", _LOADER, [_loader(each, loaders.get(each.key)) for each in seen.loaders]),
             ("Samplers at work: none", _SAMPLER, [_sampler(sampler) for sampler in seen.samplers]),
             ("Waiting writers: none", _WAITING, [_waiting(writer, seen) for writer in seen.waiting]),
-            ("Loaders: none", _LOADER, [_loader(each, loaders.get(each.key)) for each in seen.loaders]),
+            ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
         ):
             parts.append(Table(head, rows, right=_RIGHT) if rows else title)
     return Card("Cache", str(path if seen is None else seen.path), parts)

@@ -101,8 +101,9 @@ def import_parquet(
     Numbers, bool, text, bytes, timestamps and dates become scalars, lists of a fixed size tensors, other
     lists ragged; what `export_parquet` wrote becomes what it was. Numbers are converted to the column's
     type where that is exact. Fields that the schema lacks are left out; without one also what a DataFrame
-    says of rows of another cache: `_seq`, `_row`, `_age_seconds`, `_excluded` and `_tags`. A cache of less
-    capacity than the files hold keeps the newest rows, and evicts those that came before them.
+    says of rows of another cache: `_seq`, `_row`, `_age_seconds`, `_excluded`, `_reason` and `_tags`. Columns
+    of such names come back from `export_parquet`. A cache of less capacity than the files hold keeps the
+    newest rows, and evicts those that came before them.
 
     The names of segments say which rows of which file they hold, a file being known by its bytes. Rows that
     the cache has are left out. So after an interruption the same call goes on; and rows that were evicted

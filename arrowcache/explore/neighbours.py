@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
 from arrowcache.explore.frames import frame_of
 from arrowcache.explore.numbers import real, require_column
+from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
@@ -56,7 +57,7 @@ def similar(
         seed: of the draw.
     Returns: for each of `ids`, in their order, the nearest rows, nearest first, itself left out: `_seq` and
         `_row`, `query`, which is the id begun from as text, `distance`, float64, and the column, which a
-        notebook shows as pictures.
+        notebook shows as pictures; one named `query` or `distance` is `query_1` or `distance_1`.
     Blocks: while the values are read; until then every segment is leased.
     Raises: ValueError: a column without vectors, an unknown metric, a row to begin from that is not finite.
         MissingSegmentsError: one has left the cache. Else as `to_pandas`.
@@ -89,9 +90,8 @@ def similar(
         query, rank = np.nonzero(np.isfinite(distance))
         frame = frame_of(snapshot, store, near[query, rank], [*ID_COLUMNS, column])
     names = [str(RowId(*pair)) for pair in wanted.tolist()]
-    frame.insert(2, "query", pd.Series([names[at] for at in query], dtype="str"))
-    frame.insert(3, "distance", distance[query, rank])
-    return frame
+    queries_of = pd.Series([names[at] for at in query], dtype="str")
+    return _with(frame, query=queries_of, distance=distance[query, rank])
 
 
 def map_of(
@@ -109,9 +109,9 @@ def map_of(
         by: another column to go with it, of one value a row, such as the label: colors of `plot_map`.
         max_rows: at most so many rows, drawn at random. A row takes 1 KiB of memory.
         seed: of the draw.
-    Returns: a row each, oldest first: `_seq` and `_row`, `x` and `y`, float64, and `by`. `attrs` has the
-        names and, as `explained`, the shares of the variance along x and y. Points that are chosen of it are
-        ids, as in `gallery(cache, column, rows=frame[frame.x > 3])`.
+    Returns: a row each, oldest first: `_seq` and `_row`, `x` and `y`, float64, and `by`; one named `x` or
+        `y` is `x_1` or `y_1`. `attrs` has the names and, as `explained`, the shares of the variance along x
+        and y. Points that are chosen of it are ids, as in `gallery(cache, column, rows=frame[frame.x > 3])`.
     Blocks: while the values are read; until then every segment is leased.
     Raises: ValueError: a column without vectors, fewer than three rows. Else as `to_pandas`.
     """
@@ -139,9 +139,20 @@ def map_of(
     points = np.zeros((len(frame), 2))
     with threadpool_limits(1):
         points[:, : pca.n_components] = pca.fit_transform(vectors)
-    frame.insert(2, "x", points[:, 0])
-    frame.insert(3, "y", points[:, 1])
-    frame.attrs |= {"column": column, "by": by, "explained": pca.explained_variance_ratio_.tolist()}
+    frame = _with(frame, x=points[:, 0], y=points[:, 1])
+    shown = None if by is None else str(frame.columns[-1])
+    frame.attrs |= {"column": column, "by": shown, "explained": pca.explained_variance_ratio_.tolist()}
+    return frame
+
+
+def _with(frame: Rows, **own: NDArray[np.float64] | pd.Series) -> Rows:
+    """Put columns after the ids. A column of the cache that has such a name becomes name_1, as in SQL."""
+    taken = {name: f"{name}_1" for name in own if name in frame.columns}
+    kinds = {taken.get(name, name): kind for name, kind in frame.kinds.items()}
+    frame = frame.rename(columns=taken)
+    frame.kinds = kinds
+    for at, (name, values) in enumerate(own.items(), len(ID_COLUMNS)):
+        frame.insert(at, name, values)
     return frame
 
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from arrowcache.arrow.foreign import kind_of, require_fields, values_of
 from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Schema
+from arrowcache.arrow.schema import METADATA_KEY, RESERVED_NAMES, FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
@@ -58,7 +58,10 @@ class ParquetImport:
         segment_bytes: int | str = "64MiB",
         again: bool = False,
     ) -> None:
-        found = _find([files] if isinstance(files, str | os.PathLike) else files)
+        given = [files] if isinstance(files, str | os.PathLike) else files
+        if not isinstance(given, Iterable):
+            raise TypeError(f"files must be a path, or several, not {files!r}")
+        found = _find(given)
         self._paths = list({os.path.realpath(path): path for path in found}.values())  # each once
         if not self._paths:
             raise ValueError("files is empty: name at least one")
@@ -224,10 +227,14 @@ def _damaged(path: Path, error: Exception) -> Exception:
 def _schema_of(path: Path) -> Schema:
     with _open(path) as file:
         try:
-            fields = [field for field in file.schema_arrow if field.name not in _OF_ROWS]
-            return Schema({field.name: kind_of(field) for field in fields})
+            return Schema({field.name: kind_of(field) for field in file.schema_arrow if _is_own(field)})
         except (SchemaError, ValueError) as error:
             raise SchemaError(f"{path}: {error}") from None
+
+
+def _is_own(field: pa.Field) -> bool:
+    """A column, also of such a name where a cache has exported it, and not a DataFrame's word on rows."""
+    return field.name not in _OF_ROWS or METADATA_KEY in (field.metadata or {})
 
 
 def _checked_rows(path: Path, schema: Schema) -> int:

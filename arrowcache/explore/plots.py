@@ -48,8 +48,9 @@ def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | Non
     were evicted since it began.
     """
     survey = store_of(cache).survey()
+    moments = () if history is None else _of_history(history)
     ax = _axes(ax, "Growth and eviction", "MiB")
-    if moments := history.moments if history is not None else ():
+    if moments:
         when = _dates([moment.time for moment in moments])
         evicted = np.cumsum([moment.evicted_bytes for moment in moments]) / _MIB
         ax.plot(when, [moment.stats.published_bytes / _MIB for moment in moments], label="published segments")
@@ -94,6 +95,7 @@ def plot_ages(
             or its `stats()`, which know the mean.
     """
     bins = parse_count(bins, "bins")
+    at_delivery = _seconds(delivered)
     survey = store_of(cache).survey()
     now = dt.datetime.now(dt.timezone.utc).timestamp()
     ages = np.array([max(0.0, now - segment.published) for segment in survey.segments])
@@ -104,11 +106,9 @@ def plot_ages(
         ax.hist(ages, bins, weights=rows / rows.sum(), label="in the cache", alpha=0.7)
     if isinstance(delivered, LoaderStats):
         ax.axvline(delivered.age_seconds, color="C1", label="at delivery, on average")
-    elif delivered is not None:
-        at_delivery = np.asarray(delivered, float).ravel()
-        if len(at_delivery):
-            share = np.full(len(at_delivery), 1 / len(at_delivery))
-            ax.hist(at_delivery, bins, weights=share, label="at delivery", alpha=0.7)
+    elif len(at_delivery):
+        share = np.full(len(at_delivery), 1 / len(at_delivery))
+        ax.hist(at_delivery, bins, weights=share, label="at delivery", alpha=0.7)
     return _with_legend(ax)
 
 
@@ -194,6 +194,18 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _seconds(delivered: LoaderStats | ArrayLike | None) -> NDArray[np.float64]:
+    """The ages at delivery, if they are given."""
+    if delivered is None or isinstance(delivered, LoaderStats):
+        return np.empty(0)
+    try:
+        return np.asarray(delivered, float).ravel()
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"delivered must be ages in seconds, or the stats() of a loader, not {delivered!r}"
+        ) from None
+
+
 def _has_numbers(kind: FieldType) -> bool:
     is_list = isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
     return is_list or isinstance(kind, Timestamp)
@@ -248,11 +260,16 @@ def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
     return np.asarray(moments.tz_convert(dt.datetime.now().astimezone().tzinfo).tz_localize(None))
 
 
-def _moments(history: History) -> tuple[Moment, ...]:
-    """Those of a history, which may go on meanwhile, at least two."""
+def _of_history(history: History) -> tuple[Moment, ...]:
+    """Those of a history, which may go on meanwhile."""
     if not isinstance(history, History):
         raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
-    moments = history.moments
+    return history.moments
+
+
+def _moments(history: History) -> tuple[Moment, ...]:
+    """Those of a history, at least two."""
+    moments = _of_history(history)
     if not any(moment.seconds for moment in moments):
         raise ValueError("the history has fewer than two observations: what happened between them is drawn")
     return moments

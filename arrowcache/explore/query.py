@@ -54,6 +54,8 @@ _OF_ELEMENTS = {
 _MEANT = {"avg": "t_mean", "mean": "t_mean", "min": "t_min", "max": "t_max"}
 _MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
 _FOR_NUMBERS = "|".join([*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS])
+_BEFORE_A_NAME = {"as", "end", ")", "]"}
+_NAMES_ALL = re.compile(r"[*]|\bcolumns\b|(^|\()\s*from\b|\b(table|summarize|describe|show|pivot|unpivot)\b")
 _MOST_NAMED = 20
 _SMALL_BYTES = 4 << 20
 
@@ -211,13 +213,14 @@ def _require_numbers(query: str, schema: Schema, names: Sequence[str]) -> None:
     Raises: ValueError: names the function, the column, and what was meant.
     """
     kinds = {_folded(name): kind for name, kind in zip(names, schema.values(), strict=True)}
+    code, given = _code_of(query)
     for call in re.finditer(
-        rf'\b({_FOR_NUMBERS})\s*\(\s*(?:{TABLE}\.)?("(?:[^"]|"")+"|\w+)\s*\)', query, re.IGNORECASE
+        rf'\b({_FOR_NUMBERS})\s*\(\s*(?:{TABLE}\.)?("(?:[^"]|"")+"|\w+)\s*\)', code, re.IGNORECASE
     ):
         function, column = call[1].lower(), call[2]
-        name = column[1:-1].replace('""', '"') if column.startswith('"') else column
+        name = _unquoted(column)
         kind = kinds.get(_folded(name))
-        if re.search(rf'\bas\s+"?{re.escape(name)}\b', query, re.IGNORECASE):
+        if _folded(name) in given:
             continue  # it may stand for another
         if not (isinstance(kind, Ragged) or (isinstance(kind, Tensor) and (kind.shape or _is_complex(kind)))):
             continue
@@ -236,6 +239,28 @@ def _require_numbers(query: str, schema: Schema, names: Sequence[str]) -> None:
             )
 
 
+def _code_of(query: str) -> tuple[str, set[bytes]]:
+    """A query without its texts and comments, and the names that it gives, folded, with or without `as`."""
+    encoded, tokens = query.encode(), duckdb.tokenize(query)
+    ends = [*(start for start, _ in tokens), len(encoded)][1:]
+    code, given, before, is_value = "", set(), "", False
+    for (start, kind), end in zip(tokens, ends, strict=True):
+        part = encoded[start:end].decode()
+        if kind == duckdb.token_type.comment:
+            code += " "
+            continue
+        if kind == duckdb.token_type.string_const:
+            part = "'' "
+        word = part.strip()
+        if word == ":":  # as in name: value
+            given.add(_folded(_unquoted(before)))
+        elif before.lower() in _BEFORE_A_NAME or is_value:
+            given.add(_folded(_unquoted(word)))
+        code, before = code + part, word
+        is_value = word != "." and kind not in (duckdb.token_type.operator, duckdb.token_type.keyword)
+    return code, given
+
+
 def _is_complex(kind: FieldType | None) -> bool:
     return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith("complex")
 
@@ -247,11 +272,12 @@ def _named(query: str, schema: Schema) -> list[str]:
 
 
 def _words(query: str) -> str:
-    return re.sub(r"count\s*\(\s*\*\s*\)", "", query.lower())
+    """A query in which names are looked for, quoted ones as they are."""
+    return re.sub(r"count\s*\(\s*\*\s*\)", "", query.lower()).replace('""', '"')
 
 
 def _names_all(words: str) -> bool:
-    return "*" in words or "columns" in words or words.lstrip().startswith("from")
+    return _NAMES_ALL.search(words) is not None
 
 
 def _noted(kind: FieldType | None, values: NDArray[Any]) -> pa.Array:
@@ -343,6 +369,10 @@ def _column(name: str, kind: FieldType) -> str:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def _unquoted(name: str) -> str:
+    return name[1:-1].replace('""', '"') if name.startswith('"') else name
 
 
 def _stacked(value: Any, shape: tuple[int, ...]) -> Any:

@@ -27,7 +27,8 @@ def watch(
     """Show a cache while others use it, until Ctrl-C: fill, rates, leases, waiting samplers, loaders.
 
     Nothing is leased. If the cache vanishes, this says so, and goes on when it is back. Where the output is
-    no terminal, or one that cannot move its cursor (TERM=dumb), each look is one line.
+    no terminal, or one that cannot move its cursor (TERM=dumb), each look is one line. Of what a window is
+    too small for, `...` stands at its end; loaders come first, leases last.
 
     Args:
         interval: seconds between two looks, at least 0.05.

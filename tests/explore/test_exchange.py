@@ -363,3 +363,21 @@ def test_a_frame_with_ids_and_marks_is_imported_without_them(tmp_path):
     frame.fillna({"loss": 0.0}).to_parquet(tmp_path / "a.parquet")
     assert import_parquet(tmp_path / "a.parquet", tmp_path / "b", capacity="1MiB", segment_bytes="16KiB") == 5
     assert list(to_pandas(tmp_path / "b")) == ["_seq", "_row", "x", "loss"]
+
+
+def test_own_columns_with_the_names_of_marks_come_back(tmp_path):
+    names = ("_excluded", "_reason", "_tags")
+    with make_cache(tmp_path / "a", ac.Schema(dict.fromkeys(names, ac.String()))) as cache:
+        with cache.writer() as writer:
+            writer.extend({name: list("abcde") for name in names})
+        export_parquet(cache, tmp_path / "out")
+    assert import_parquet(tmp_path / "out", tmp_path / "b", **SIZES) == 5
+    with ac.Cache.open(tmp_path / "b") as back:
+        assert dict(back.schema) == dict(cache.schema)
+        assert all(to_pandas(back)[name].tolist() == list("abcde") for name in names)
+
+
+@pytest.mark.parametrize("files", [5, None])
+def test_what_is_no_file_to_import_is_a_sentence(cache, files):
+    with pytest.raises(TypeError, match=f"files must be a path, or several, not {files}"):
+        import_parquet(files, cache)

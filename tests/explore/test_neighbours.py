@@ -225,3 +225,34 @@ def test_a_row_that_left_the_cache_is_begun_from_no_more(tmp_path):
         publish(cache, segments=20)
         with pytest.raises(MissingSegmentsError, match="row 0:0 has left the cache"):
             similar(cache, "image", "0:0")
+
+
+@pytest.fixture
+def named(tmp_path):
+    """A cache whose columns have the names that maps and neighbours give theirs."""
+    vectors = RNG.random((9, 4), np.float32)
+    schema = {"x": ac.Tensor("int64"), "y": ac.String()} | dict.fromkeys(
+        ("query", "distance"), ac.Tensor("float32", (4,))
+    )
+    with make_cache(tmp_path / "named", ac.Schema(schema)) as cache:
+        with cache.writer() as writer:
+            writer.extend(x=np.arange(9), y=list("abcdefghi"), query=vectors, distance=vectors)
+        yield cache
+
+
+@pytest.mark.parametrize("column", ["query", "distance"])
+def test_a_column_with_a_name_of_what_is_near_is_shown_beside_it(named, column):
+    found = similar(named, column, "0:0", n=3)
+    assert list(found.columns) == ["_seq", "_row", "query", "distance", f"{column}_1"]
+    assert found["query"].tolist() == ["0:0"] * 3
+    assert found["distance"].is_monotonic_increasing
+    assert found._repr_html_().count("<img") == 3
+
+
+@pytest.mark.parametrize("by", ["x", "y"])
+def test_a_column_with_a_name_of_a_maps_axis_is_shown_beside_it(named, by):
+    frame = map_of(named, "query", by=by)
+    assert list(frame.columns) == ["_seq", "_row", "x", "y", f"{by}_1"]
+    assert frame[f"{by}_1"].tolist() == (list(range(9)) if by == "x" else list("abcdefghi"))
+    plt = pytest.importorskip("matplotlib.pyplot", reason="the extra 'explore' is not installed")
+    plt.close(explore.plot_map(frame).figure)

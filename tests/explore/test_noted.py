@@ -61,6 +61,21 @@ def test_who_looks_sees_every_row_with_its_notes(cache):
         explore.sql(cache, "select lose from cache")
 
 
+@pytest.mark.parametrize("query", ["table cache", "select * from (from cache)", "(table cache)"])
+def test_what_names_all_columns_has_the_notes(cache, query):
+    cache.exclude("0:3")
+    cache.annotate("0:1", loss=1.0)
+    assert {"_excluded", "_reason", "_tags", "loss"} < set(explore.sql(cache, query))
+    for word in ("summarize", "describe"):
+        said = set(explore.sql(cache, f"{word} {query}")["column_name"])
+        assert {"_excluded", "_reason", "_tags", "loss"} < said
+
+
+def test_a_note_with_a_quote_in_its_name_can_be_asked_for(cache):
+    cache.annotate("0:1", **{'a"b': 1.5})
+    assert explore.sql(cache, 'select sum("a""b") as all from cache')["all"].tolist() == [1.5]
+
+
 def test_a_column_of_the_cache_comes_before_a_note_of_its_name(tmp_path):
     cache = make_cache(tmp_path / "cache", SCHEMA)
     with cache.writer() as writer:

@@ -137,6 +137,20 @@ def test_an_empty_cache_makes_an_empty_plot(tmp_path, number):
     assert isinstance(OF_A_CACHE[number](make_cache(tmp_path / "cache")), Axes)
 
 
+@pytest.mark.parametrize("history", [5, "x", 0])
+def test_growth_over_what_is_no_history_is_a_sentence(cache, history):
+    with pytest.raises(TypeError, match="expected a History, such as monitor"):
+        plot_growth(cache, history)
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("delivered", ["x", {"age": 1}, [[1, 2], [3]]])
+def test_ages_at_delivery_that_are_no_numbers_are_a_sentence(cache, delivered):
+    with pytest.raises(TypeError, match=r"delivered must be ages in seconds, or the stats\(\) of a loader"):
+        plot_ages(cache, delivered)
+    assert plt.get_fignums() == []
+
+
 def test_growth_adds_up_what_is_there(cache):
     for number, path in enumerate(segment_files(cache)):
         os.utime(path, (1e9 + number, 1e9 + number))

@@ -259,7 +259,17 @@ def test_elements_are_asked_of_parts_results_and_any_case(cache):
 
 
 def test_a_name_that_stands_for_a_number_is_taken_as_one(cache):
-    assert sql(cache, "select max(image) as m from (select id as image from cache)")["m"].tolist() == [63]
+    given = ["id as image", 'id "image"', "id + 0 image", "image: id", "(id) image", "[id][1] image"]
+    given += ["case when true then id end /* of */ image", "id + 0 --\n IMAGE"]
+    for one in given:
+        assert sql(cache, f"select max(image) as m from (select {one} from cache)")["m"].tolist() == [63], one
+
+
+@pytest.mark.parametrize(
+    "text", ["'max(image)'", "$$max(image)$$", "'é' -- max(image)\n", "/* max(image) */ 1"]
+)
+def test_what_a_text_or_a_comment_says_is_not_asked(cache, text):
+    assert len(sql(cache, f"select {text} from cache")) == 64
 
 
 @pytest.mark.parametrize(
@@ -270,6 +280,7 @@ def test_a_name_that_stands_for_a_number_is_taken_as_one(cache):
         ('select MAX( cache."image" ) from cache', 't_max("image")'),
         ("select id from cache order by min(image)", "there is t_min(image)"),
         ("select stddev(image) from cache", "t_std(image)"),
+        ("select 'é', min(image) from cache t where 'image' = ''", "there is t_min(image)"),
         ("select sum(image) from cache", "there are t_mean, t_min, t_max, t_std, t_norm of it"),
         ("select sqrt(x) from (select image x from cache)", "of the elements of a tensor there are t_mean"),
         ("select t_mean(wave) from cache", "t_norm(wave) is its norm"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -86,6 +87,22 @@ def test_a_view_of_any_width_shows_all_of_a_lease_and_a_loader(cache, width):
     together = "".join(text.split())
     assert f"{os.getpid()}28to9" in together
     assert f"{os.getpid()}110" in together
+
+
+def test_a_small_window_shows_all_loaders_and_says_that_leases_are_cut(cache):
+    screen = Screen(1)
+    console = Console(file=screen, width=80, height=24, force_terminal=True, color_system=None)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            list(stack.enter_context(ac.Loader(cache, 16)))
+        for seq in range(8):
+            stack.enter_context(cache.snapshot(lambda segment, seq=seq: segment.seq == seq))
+        watch(cache, 0.05, console=console)
+    lines = screen.getvalue().partition("\x1b[2K")[0].splitlines()  # before it is drawn over
+    assert len(lines) == 24
+    assert lines[-1].strip() == "..."
+    assert len([line for line in lines if re.match(rf" *{os.getpid()} +1 +10 ", line)]) == 4
+    assert any(" leased " in line for line in lines)
 
 
 def test_looking_once_fits_the_window_too(cache):
@@ -213,14 +230,20 @@ def test_ctrl_c_ends_it_well(cache, is_terminal):
 
 
 class Screen(io.StringIO):
-    """A terminal in which Ctrl-C is pressed as it shows the first look."""
+    """A terminal in which Ctrl-C is pressed as it shows a look, the first unless some are to be before."""
 
     is_over = False
 
+    def __init__(self, before: int = 0) -> None:
+        super().__init__()
+        self._before = before
+
     def write(self, text: str) -> int:
         if "160 rows" in text and not self.is_over:
-            self.is_over = True
-            raise KeyboardInterrupt
+            self._before -= 1
+            if self._before < 0:
+                self.is_over = True
+                raise KeyboardInterrupt
         return super().write(text)
 
 

@@ -145,9 +145,11 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
                     self._tell(error="")
             case "open":
                 self._row = row = rows(self._cache, row_ids([one]))
-                rates = [row.at[0, name] for name in row if name in _RATES]
-                shown = [large(name, row.at[0, name], kind, *rates[:1]) for name, kind in row.kinds.items()]
-                self.detail = {"id": one, "columns": shown[len(ID_COLUMNS) :]}
+                kinds = row.kinds
+                rates = [row.at[0, name] for name in _RATES if _is_number(kinds.get(name))]
+                names = row.columns[len(ID_COLUMNS) :]
+                shown = [large(name, row.at[0, name], kinds.get(name), *rates[:1]) for name in names]
+                self.detail = {"id": one, "columns": shown}
             case "slice" if self._row is not None:
                 self.slice = {"column": text, "html": slice_html(self._row.at[0, text], at)}
             case "exclude" | "tag":
@@ -240,8 +242,11 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
 
 
 def _is_scalar(kind: FieldType) -> bool:
-    is_one = isinstance(kind, Tensor) and not kind.shape and not kind.dtype.startswith("complex")
-    return is_one or isinstance(kind, String | Timestamp)
+    return _is_number(kind) or isinstance(kind, String | Timestamp)
+
+
+def _is_number(kind: FieldType | None) -> bool:
+    return isinstance(kind, Tensor) and not kind.shape and not kind.dtype.startswith("complex")
 
 
 def _is_float(kind: FieldType) -> bool:

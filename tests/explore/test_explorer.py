@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
 import http.client
 import io
 import json
@@ -90,6 +92,42 @@ def test_text_of_many_values_and_complex_numbers_have_no_chart(tmp_path):
         assert widget.spec["hconcat"] == [{"vspace": 0}]
         assert len(widget.ids) == 100
         widget.close()
+
+
+@pytest.mark.parametrize("kind", [ac.Tensor("uint8", (4, 4)), ac.Ragged("int32"), ac.Binary(), ac.String()])
+def test_without_a_chart_it_shows_and_follows_rows_all_the_same(tmp_path, kind):
+    values = [str(n) for n in range(50)] if isinstance(kind, ac.String) else [np.ones((4, 4), "u1")] * 50
+    if isinstance(kind, ac.Ragged | ac.Binary):
+        values = [value[0].astype("i4") if isinstance(kind, ac.Ragged) else b"a" for value in values]
+    with ac.Cache.create(tmp_path / "few", ac.Schema({"one": kind}), "4MiB", "64KiB", 25) as cache:
+        with cache.writer() as writer:
+            writer.extend(one=values)
+        with contextlib.closing(explore.open(cache)) as widget:
+            with cache.writer() as writer:
+                writer.extend(one=values)
+            board = Page(widget).ask("refresh")
+            assert (board["total"], board["error"]) == (100, "")
+            assert explore.sql(cache, "select count(*) n from cache")["n"].tolist() == [100]
+
+
+@pytest.mark.parametrize("kind", [ac.Tensor("uint8", (4, 4)), ac.Timestamp()])
+def test_an_empty_cache_of_any_column_opens(tmp_path, kind):
+    cache = ac.Cache.create(tmp_path / "none", ac.Schema({"one": kind}), "4MiB", "64KiB")
+    with cache, contextlib.closing(explore.open(cache)) as widget:
+        assert widget.ids.shape == (0, 2)
+
+
+def test_no_moment_is_no_bar(tmp_path):
+    with ac.Cache.create(tmp_path / "when", ac.Schema({"when": ac.Timestamp()}), "4MiB", "64KiB") as cache:
+        moments = np.array(["2024-01-01", "NaT", "2024-01-02", "0001-01-01"], "datetime64[us]")
+        with cache.writer() as writer:
+            writer.extend(when=moments)
+        with contextlib.closing(explore.open(cache)) as widget:
+            bounds = widget.con.execute('select min("when"), count("when") from cache').fetchone()
+        assert bounds == (dt.datetime(1, 1, 1), 3)  # noqa: DTZ001  # as DuckDB has them
+        found = explore.sql(cache, 'select "when" from cache')
+        assert found["when"].isna().tolist() == [False, True, False, False]
+        assert explore.sql(cache, 'select count("when") n from cache')["n"].tolist() == [3]
 
 
 def test_what_is_brushed_is_counted_listed_and_named(numbers, shown):
@@ -199,6 +237,20 @@ def test_exclusion_and_tags_are_the_caches(numbers):
     widget.close()
 
 
+def test_once_a_row_has_a_mark_each_row_can_be_opened_and_has_its_marks(numbers, shown):
+    page = Page(shown)
+    numbers.exclude("0:1", reason="blurred")
+    numbers.tag("0:2", "hard")
+    numbers.tag("0:2", "<far>")
+    seen = {}
+    for row in (1, 2, 3):
+        assert page.ask("open", one=[0, row])["error"] == ""
+        seen[row] = {column["name"]: column["html"] for column in page.state["detail"]["columns"]}
+        assert list(seen[row]) == [*SCHEMA, "_excluded", "_reason", "_tags"]
+    assert [seen[row]["_reason"] for row in seen] == ["<pre>blurred</pre>", "<pre></pre>", "<pre></pre>"]
+    assert [seen[row]["_tags"] for row in (1, 2)] == ["<pre></pre>", "<pre>&lt;far&gt;, hard</pre>"]
+
+
 # whatever the browser sends
 
 
@@ -270,6 +322,17 @@ def test_sound_can_be_played():
     assert "16,000 a second" in heard["html"]
     assert "16,000" not in large("signal", np.sin(np.arange(8000)), None, 8000)["html"]
     assert "<audio" not in large("short", np.sin(np.arange(80)), None)["html"]
+
+
+def test_a_rate_that_is_text_hides_no_row(tmp_path):
+    schema = ac.Schema({"rate": ac.String(), "sound": ac.Tensor("float32", (5000,))})
+    with ac.Cache.create(tmp_path / "sounds", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.append(rate="16k", sound=np.sin(np.arange(5000)).astype("f4"))
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            assert page.ask("open", one=[0, 0])["error"] == ""
+            assert "16,000 a second" in page.state["detail"]["columns"][1]["html"]
 
 
 def test_a_ragged_row_is_drawn_and_written(varied):

@@ -126,21 +126,26 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         except (ArrowCacheError, OSError, ValueError, IndexError, duckdb.Error) as error:
             self._tell(error=sentence_of(error))
 
-    def _do(self, do: str, one: list[int] | None = None, text: str = "", at: int = 0) -> None:
+    def _do(
+        self, do: str, one: list[int] | None = None, text: str = "", where: str | None = None, at: int = 0
+    ) -> None:
         """Do what is asked.
 
         Args:
             one: a row's id; None: all that are brushed.
-            text: a predicate, a reason, a tag or a column.
+            text: a reason, a tag or a column.
+            where: what is brushed where it is asked, as a predicate: each page has brushes of its own.
             at: the first row of a page, or a slice.
         """
+        before = self._predicate, self._first
+        if where is not None:
+            self._predicate, self._first = where, at
         match do:
             case "page":
-                self._predicate, self._first = text, at
                 self._show()
             case "refresh":
-                if self._follow():
-                    self._show()
+                if self._follow() or before != (self._predicate, self._first):
+                    self._show(says=self.board.get("says", ""))
                 else:
                     self._tell(error="")
             case "open":
@@ -154,20 +159,25 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
                 self.slice = {"column": text, "html": slice_html(self._row.at[0, text], at)}
             case "exclude" | "tag":
                 ids = self.ids if one is None else row_ids([one])
-                getattr(self._cache, do)(ids, text)
+                count = getattr(self._cache, do)(ids, text)
                 says = f"tagged {text!r}" if do == "tag" else "excluded: cache.include(ids) takes it back"
-                self._tell(says=f"{format_count(len(ids), 'row')} {says}")
+                left = (
+                    f"; {format_count(gone, 'row')} had left the cache" if (gone := len(ids) - count) else ""
+                )
+                self._show(says=f"{format_count(count, 'row')} {says}{left}")
 
     def _tell(self, **changed: object) -> None:
         self.board = {**self.board, "looks": self.board.get("looks", 0) + 1, **changed}
 
-    def _show(self) -> None:
+    def _show(self, says: str = "") -> None:
         total, count = self._one(f"select (select count(*) from {TABLE}), count(*) from {self._brushed}")
+        if self._first >= count:
+            self._first = 0
         page = f"{self._ids} limit {_PAGE_ROWS} offset {int(self._first)}"
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
         board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
-        self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says="", error="")
+        self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says=says, error="")
 
     def _one(self, query: str) -> tuple[Any, ...]:
         """The first row of a result, which is fetched wholly: the connection does nothing else before."""

@@ -135,13 +135,13 @@ def test_what_is_brushed_is_counted_listed_and_named(numbers, shown):
     assert (page.state["board"]["count"], page.state["board"]["total"]) == (100, 100)
     assert len(shown.ids) == 100
     assert shown.sql == "select * from cache"
-    board = page.ask("page", text='("x" between 40 and 59.5) and ("label" in (3))', at=0)
+    board = page.ask("page", where='("x" between 40 and 59.5) and ("label" in (3))', at=0)
     assert (board["count"], board["total"], board["is_brushed"]) == (4, 100, True)
     assert shown.ids.tolist() == board["ids"] == [[1, 18], [1, 23], [2, 3], [2, 8]]
     assert shown.ids.dtype == np.int64
     frame = explore.sql(numbers, shown.sql)
     assert frame["x"].tolist() == explore.rows(numbers, shown.ids)["x"].tolist() == [43, 48, 53, 58]
-    board = page.ask("page", text="", at=96)
+    board = page.ask("page", where="", at=96)
     assert [row for _, row in board["ids"]] == [21, 22, 23, 24]
     assert numbers.stats().leased_bytes == 0
 
@@ -160,8 +160,8 @@ def test_what_is_no_finite_number_leaves_a_chart_its_bounds(tmp_path):
 
 def test_a_predicate_that_fails_is_told(shown):
     page = Page(shown)
-    assert "nothing" in page.ask("page", text="nothing = 1", at=0)["error"]
-    assert page.ask("page", text="", at=0)["error"] == ""
+    assert "nothing" in page.ask("page", where="nothing = 1", at=0)["error"]
+    assert page.ask("page", where="", at=0)["error"] == ""
 
 
 # a cache that changes
@@ -225,7 +225,7 @@ def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
 def test_exclusion_and_tags_are_the_caches(numbers):
     widget = explore.open(numbers)
     page = Page(widget)
-    page.ask("page", text="x < 2", at=0)
+    page.ask("page", where="x < 2", at=0)
     assert "2 rows excluded" in page.ask("exclude", text="blurred")["says"]
     assert "1 row tagged 'hard'" in page.ask("tag", one=[2, 7], text="hard")["says"]
     excluded = explore.sql(numbers, "select _seq, _row from cache where _excluded")
@@ -235,6 +235,42 @@ def test_exclusion_and_tags_are_the_caches(numbers):
         assert loader.steps is None
         assert len([*loader]) == numbers.stats().rows - 2
     widget.close()
+
+
+def test_what_a_page_excludes_is_what_it_shows_though_another_asked_since(numbers, shown):
+    page = Page(shown)
+    of_label = {"where": '("label" IN (0))', "at": 0}
+    page.ask("page", **of_label)
+    other = {"method": "custom", "content": {"do": "page", "where": '("x" > 90)', "at": 8}}
+    page.server.answer(other)
+    assert page.ask("refresh", **of_label)["count"] == 20
+    page.server.answer(other)
+    board = page.ask("exclude", text="", **of_label)
+    assert board["says"].startswith("20 rows excluded")
+    assert board["count"] == 20
+    assert set(explore.sql(numbers, "select label from cache where _excluded")["label"]) == {0}
+
+
+def test_what_was_done_is_seen_at_once_and_stays_said(numbers, shown):
+    page = Page(shown)
+    assert "_excluded" in page.ask("exclude", one=[0, 1], text="blurred")["table"]
+    fill(numbers, 100, 125)
+    board = page.ask("refresh")
+    assert (board["total"], board["says"][:14]) == (125, "1 row excluded")
+    assert page.ask("page", where="", at=8)["says"] == ""
+
+
+def test_a_row_that_left_is_not_said_to_be_excluded(numbers, shown):
+    page = Page(shown)
+    numbers.evict(1)
+    assert "0 rows excluded" in page.ask("exclude", one=[0, 1], text="")["says"]
+    says = page.ask("tag", where="_seq < 2", text="hard")["says"]
+    assert says == "25 rows tagged 'hard'; 25 rows had left the cache"
+
+
+def test_a_page_behind_the_last_row_is_the_first(shown):
+    board = Page(shown).ask("page", where="x < 5", at=16)
+    assert (board["first"], len(board["ids"])) == (0, 5)
 
 
 def test_once_a_row_has_a_mark_each_row_can_be_opened_and_has_its_marks(numbers, shown):

@@ -244,6 +244,20 @@ export default () => {
     initialize({ model }) {
       shared = share(model);
     },
-    render: (view) => render(view, shared),
+    render(view) {
+      let drawn = render(view, shared);
+      const drawAnew = () => {
+        drawn = drawn.then((end) => {
+          end();
+          view.el.replaceChildren();
+          return render(view, shared);
+        });
+      };
+      view.model.on("change:spec", drawAnew);
+      return () => {
+        view.model.off("change:spec", drawAnew);
+        drawn.then((end) => end());
+      };
+    },
   };
 };

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 import http.client
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -158,6 +160,29 @@ def test_what_is_no_finite_number_leaves_a_chart_its_bounds(tmp_path):
         widget.close()
 
 
+def test_its_sql_finds_its_rows_also_of_numbers_that_a_browser_does_not_have(tmp_path):
+    schema = ac.Schema({"hash": ac.Tensor("int64"), "name": ac.String()})
+    with ac.Cache.create(tmp_path / "hashes", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(hash=2**60 + 1 + np.arange(30) % 3 * 1_000_003, name=['"hash"'] * 30)
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            page.ask("page", where=f"""("hash" IN ({2**60})) and ("name" IN ('"hash"'))""")
+            assert len(widget.ids) == 10
+            found = explore.sql(cache, widget.sql)
+            assert found[["_seq", "_row"]].to_numpy().tolist() == widget.ids.tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_cannot_be_opened_leaves_no_second_error(numbers):
+    with pytest.raises(TypeError):
+        explore.open(5)
+    numbers.close()
+    with pytest.raises(ValueError, match="closed"):
+        explore.open(numbers)
+    gc.collect()
+
+
 def test_a_predicate_that_fails_is_told(shown):
     page = Page(shown)
     assert "nothing" in page.ask("page", where="nothing = 1", at=0)["error"]
@@ -211,6 +236,46 @@ def test_a_cache_that_vanishes_and_comes_back_is_told(numbers, shown, tmp_path):
     assert str(numbers.path) in page.ask("refresh")["error"]
     (tmp_path / "elsewhere").rename(numbers.path)
     assert page.ask("refresh")["error"] == ""
+
+
+def test_another_cache_in_its_place_is_shown_afresh(numbers, shown):
+    page = Page(shown)
+    before = page.state["board"]["version"]
+    shutil.rmtree(numbers.path)
+    with ac.Cache.create(numbers.path, ac.Schema({"y": ac.Tensor("float32")}), "4MiB", "64KiB") as other:
+        with other.writer() as writer:
+            writer.extend(y=np.arange(50, dtype="f4"))
+        board = page.ask("refresh")
+        assert (board["total"], board["error"], board["version"] > before) == (50, "", True)
+        assert [plot["name"] for plot in shown.spec["hconcat"]] == ["y"]
+        assert explore.sql(other, shown.sql)["y"].tolist() == [*range(50)]
+        page.ask("exclude", one=[0, 7])
+        assert explore.rows(other, "0:7")["_excluded"].tolist() == [True]
+
+
+def test_charts_fit_what_comes_and_else_stay(tmp_path):
+    schema = ac.Schema({"n": ac.Tensor("int64"), "text": ac.String(), "label": ac.Tensor("int64")})
+
+    def extend(numbers):
+        with cache.writer() as writer:
+            writer.extend(n=numbers, text=[*map(str, numbers)], label=numbers % 4)
+
+    cache = ac.Cache.create(tmp_path / "young", schema, "4MiB", "64KiB", 25)
+    with cache, contextlib.closing(explore.open(cache)) as widget:
+        page, spec = Page(widget), widget.spec
+        marks = {}
+        for first, stop in ((0, 8), (8, 16), (16, 100)):
+            extend(np.arange(first, stop))
+            page.ask("refresh")
+            marks[stop] = {plot["name"]: plot["plot"][0]["mark"] for plot in widget.spec["hconcat"]}
+            assert (widget.spec is spec) == (stop == 16)  # brushes stay, too
+            spec = widget.spec
+        assert marks[8] == marks[16] == dict.fromkeys(schema, "barX")
+        assert marks[100] == {"n": "rectY", "label": "barX"}
+        while cache.stats().rows > 20:
+            cache.evict(1)
+        page.ask("refresh")
+        assert widget.spec is spec
 
 
 def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
@@ -434,6 +499,28 @@ def test_other_pages_and_other_hosts_are_refused(served):
         assert answer(served, "GET", "/", Cookie=cookie, Origin=origin)[0] == 403
     assert answer(served, "POST", "/", ask, Cookie=cookie, Origin=own, Host="example.org")[0] == 403
     assert answer(served, "GET", "/", Cookie=cookie, Host=f"example.org:{served.server_port}")[0] == 403
+
+
+@pytest.mark.parametrize("other", ['prefs={"theme":"dark"}', "version=2", "theme=é"])
+def test_cookies_of_other_servers_on_this_machine_do_no_harm(served, other):
+    cookie = entered(served)
+    for both in (f"{other}; {cookie}", f"{cookie};{other}"):
+        assert answer(served, "GET", "/page.js", Cookie=both)[0] == 200
+    assert answer(served, "GET", "/page.js", Cookie=f"{other}; {cookie}a")[0] == 403
+
+
+def test_a_length_that_is_no_number_is_refused(served, capsys):
+    cookie, own = entered(served), f"http://{served.host}"
+    assert answer(served, "POST", "/", Cookie=cookie, Origin=own, Content_Length="abc")[0] == 403
+    assert capsys.readouterr().err == ""
+
+
+def test_a_page_may_load_only_what_is_its_own(served):
+    cookie = entered(served)
+    policy = answer(served, "GET", "/", Cookie=cookie)[1].headers["Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert (rules["default-src"], rules["frame-ancestors"]) == ("'self'", "'none'")
+    assert "script-src" not in rules
 
 
 @pytest.mark.slow

@@ -102,7 +102,8 @@ async function render({ model, el }, shared) {
   const detail = add(root, "div", "detail");
   const brush = shared.params.get("brush");
   const predicate = () => [brush.predicate() ?? []].flat().join(" and "); // each stands in parentheses
-  const page = (at) => model.send({ do: "page", text: predicate(), at });
+  const ask = (verb, more) => model.send({ do: verb, where: predicate(), at: model.get("board").first, ...more });
+  const page = (at) => ask("page", { at });
   let isAsked = false; // for new rows; one question at a time
   let isHeld = false; // a brush, in a chart that new rows would draw anew
   let last = predicate();
@@ -116,7 +117,7 @@ async function render({ model, el }, shared) {
   function actions(parent, one, what, isOff = false) {
     const text = add(parent, "input");
     text.placeholder = "reason or tag";
-    const act = (verb) => () => model.send({ do: verb, one, text: text.value });
+    const act = (verb) => () => ask(verb, { one, text: text.value });
     button(parent, "exclude", `Exclude ${what}`, act("exclude"), isOff);
     button(parent, "tag", `Tag ${what}`, () => (text.value ? act("tag")() : text.focus()), isOff);
   }
@@ -145,7 +146,7 @@ async function render({ model, el }, shared) {
     add(count, "b", "count", `${shown} of ${all} rows`);
     button(count, "earlier", "Earlier", () => page(board.first - board.step), !board.first);
     button(count, "later", "Later", () => page(board.first + board.step), board.first + board.step >= board.count);
-    actions(count, null, "what is brushed", !board.is_brushed);
+    actions(count, null, "what is brushed", !predicate());
     table.innerHTML = board.table;
     table.querySelectorAll("tbody tr").forEach((line, i) => {
       line.onclick = () => model.send({ do: "open", one: board.ids[i] });
@@ -209,7 +210,7 @@ async function render({ model, el }, shared) {
   function refresh() {
     if (isAsked || isHeld || document.visibilityState !== "visible" || !root.isConnected) return;
     isAsked = true;
-    model.send({ do: "refresh" });
+    ask("refresh");
   }
 
   for (const name of ["pointerdown", "pointermove", "pointerup", "pointerleave"]) {
@@ -222,6 +223,7 @@ async function render({ model, el }, shared) {
   for (const [name, listener] of Object.entries(listeners)) model.on(`change:${name}`, listener);
   brush.addEventListener("value", brushed);
   drawBoard();
+  page(model.get("board").first); // others may have asked for other rows
   return () => {
     clearInterval(timer);
     for (const [name, listener] of Object.entries(listeners)) model.off(`change:${name}`, listener);
@@ -242,6 +244,20 @@ export default () => {
     initialize({ model }) {
       shared = share(model);
     },
-    render: (view) => render(view, shared),
+    render(view) {
+      let drawn = render(view, shared);
+      const drawAnew = () => {
+        drawn = drawn.then((end) => {
+          end();
+          view.el.replaceChildren();
+          return render(view, shared);
+        });
+      };
+      view.model.on("change:spec", drawAnew);
+      return () => {
+        view.model.off("change:spec", drawAnew);
+        drawn.then((end) => end());
+      };
+    },
   };
 };

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import duckdb
 import mosaic_widget
@@ -27,8 +27,10 @@ from arrowcache.explore.frames import rows
 from arrowcache.explore.large import large, slice_html
 from arrowcache.explore.query import FILES, TABLE, column_in_sql, connect, create_view
 from arrowcache.explore.shown import Rows
+from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.locks import file_identity
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.units import format_count
@@ -40,6 +42,8 @@ _MOST_COUNTED = 100_000  # rows in which the different texts are counted, to see
 _MOST_CUBES = 64  # tables that mosaic has made for the next moves of a brush
 _CUBES = "mosaic"  # their schema, which mosaic makes
 _NEW = "_new"
+_QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*\""""  # texts and names in SQL
+_MOST_EXACT = 2**53  # of the whole numbers of JavaScript
 
 
 def open(cache: Cache | str | os.PathLike[str]) -> Explorer:  # noqa: A001  # explore.open, as one says it
@@ -75,11 +79,11 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     detail = traitlets.Dict().tag(sync=True)  # one row, large
     slice = traitlets.Dict().tag(sync=True)  # one slice of one of its columns
 
+    con: Any = None  # until there is one
+    _mark: IO[bytes] | None = None  # a file of the cache, open: no other cache can get its identity
+
     def __init__(self, cache: Cache) -> None:
-        self._cache, self._store = cache, store_of(cache)
-        self._schema = self._store.settings.schema
-        self._columns = [name for name, kind in self._schema.items() if _is_scalar(kind)]
-        self._seqs: set[int] = set()  # the segments whose rows are in the copy
+        self._begin(cache)
         self._version = 0  # of the copy
         self._predicate, self._first = "", 0
         self._row: Rows | None = None  # the one that is shown large
@@ -87,13 +91,28 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         connection.execute("set preserve_insertion_order = false; set lock_configuration = true")
         super().__init__(con=connection)
         self._follow()
-        self.spec = self._spec()
         self._show()
+
+    def _begin(self, cache: Cache) -> None:
+        """Take a cache of which nothing is copied yet."""
+        self._cache, self._store = cache, store_of(cache)
+        mark = self._store.folder.lease_lock.open("rb")
+        if self._mark is not None:
+            self._mark.close()
+        self._mark, self._is_new = mark, True
+        self._schema = self._store.settings.schema
+        self._columns = [name for name, kind in self._schema.items() if _is_scalar(kind)]
+        self._many: set[str] = set()  # columns of which no bar stands for one value
+        self._rounded: list[str] = []  # those of numbers that JavaScript does not have, quoted
+        self._seqs: set[int] = set()  # the segments whose rows are in the copy
 
     @property
     def sql(self) -> str:
         """What is brushed, as a query that `explore.sql(cache, ...)` takes, too."""
-        return f"select * from {self._brushed}"
+        brushed = re.sub(
+            _QUOTED, lambda it: f"{it[0]}::double" if it[0] in self._rounded else it[0], self._brushed
+        )
+        return f"select * from {brushed}"
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -111,9 +130,12 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def close(self) -> None:
         """Take the widget out of the notebook, and give its memory back."""
         super().close()
-        with contextlib.suppress(duckdb.ConnectionException):  # it is closed
-            self.con.interrupt()
-        self.con.close()
+        if self._mark is not None:
+            self._mark.close()
+        if self.con is not None:
+            with contextlib.suppress(duckdb.ConnectionException):  # it is closed
+                self.con.interrupt()
+            self.con.close()
 
     # -- what the browser asks for -----------------------------------------------------------------
 
@@ -126,46 +148,58 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         except (ArrowCacheError, OSError, ValueError, IndexError, duckdb.Error) as error:
             self._tell(error=sentence_of(error))
 
-    def _do(self, do: str, one: list[int] | None = None, text: str = "", at: int = 0) -> None:
+    def _do(
+        self, do: str, one: list[int] | None = None, text: str = "", where: str | None = None, at: int = 0
+    ) -> None:
         """Do what is asked.
 
         Args:
             one: a row's id; None: all that are brushed.
-            text: a predicate, a reason, a tag or a column.
+            text: a reason, a tag or a column.
+            where: what is brushed where it is asked, as a predicate: each page has brushes of its own.
             at: the first row of a page, or a slice.
         """
+        before = self._predicate, self._first
+        if where is not None:
+            self._predicate, self._first = where, at
         match do:
             case "page":
-                self._predicate, self._first = text, at
                 self._show()
             case "refresh":
-                if self._follow():
-                    self._show()
+                if self._follow() or before != (self._predicate, self._first):
+                    self._show(says=self.board.get("says", ""))
                 else:
                     self._tell(error="")
             case "open":
                 self._row = row = rows(self._cache, row_ids([one]))
-                rates = [row.at[0, name] for name in row if name in _RATES]
-                shown = [large(name, row.at[0, name], kind, *rates[:1]) for name, kind in row.kinds.items()]
-                self.detail = {"id": one, "columns": shown[len(ID_COLUMNS) :]}
+                kinds = row.kinds
+                rates = [row.at[0, name] for name in _RATES if _is_number(kinds.get(name))]
+                names = row.columns[len(ID_COLUMNS) :]
+                shown = [large(name, row.at[0, name], kinds.get(name), *rates[:1]) for name in names]
+                self.detail = {"id": one, "columns": shown}
             case "slice" if self._row is not None:
                 self.slice = {"column": text, "html": slice_html(self._row.at[0, text], at)}
             case "exclude" | "tag":
                 ids = self.ids if one is None else row_ids([one])
-                getattr(self._cache, do)(ids, text)
+                count = getattr(self._cache, do)(ids, text)
                 says = f"tagged {text!r}" if do == "tag" else "excluded: cache.include(ids) takes it back"
-                self._tell(says=f"{format_count(len(ids), 'row')} {says}")
+                left = (
+                    f"; {format_count(gone, 'row')} had left the cache" if (gone := len(ids) - count) else ""
+                )
+                self._show(says=f"{format_count(count, 'row')} {says}{left}")
 
     def _tell(self, **changed: object) -> None:
         self.board = {**self.board, "looks": self.board.get("looks", 0) + 1, **changed}
 
-    def _show(self) -> None:
+    def _show(self, says: str = "") -> None:
         total, count = self._one(f"select (select count(*) from {TABLE}), count(*) from {self._brushed}")
+        if self._first >= count:
+            self._first = 0
         page = f"{self._ids} limit {_PAGE_ROWS} offset {int(self._first)}"
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
         board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
-        self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says="", error="")
+        self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says=says, error="")
 
     def _one(self, query: str) -> tuple[Any, ...]:
         """The first row of a result, which is fetched wholly: the connection does nothing else before."""
@@ -176,6 +210,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
 
     def _follow(self) -> bool:
         """Copy what was published since, drop what was evicted; returns whether the charts are to follow."""
+        self._find_anew()
         seen: set[int] = set()
 
         def is_new(segment: SegmentInfo) -> bool:
@@ -183,23 +218,37 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
             return segment.seq not in self._seqs
 
         with Snapshot.take(self._store, where=is_new) as snapshot:
-            if not self._version or len(snapshot):
+            if self._is_new or len(snapshot):
                 self._copy(snapshot)
         gone, new = self._seqs - seen, seen - self._seqs
         if gone:
             self.con.execute(f"delete from {TABLE} where _seq in ({', '.join(map(str, gone))})")
-        self._seqs = seen
+        was_empty, self._seqs = not self._seqs, seen
         (cubes,) = self._one(f"select count(*) from duckdb_tables() where schema_name = '{_CUBES}'")
-        if self._version and not gone and not new and cubes <= _MOST_CUBES:
+        if not self._is_new and not gone and not new and cubes <= _MOST_CUBES:
             return False
         self.con.execute(f"drop schema if exists {_CUBES} cascade")  # they count what was there before
         self._version += 1
+        before = len(self._many)
+        spec = self._spec()
+        if self._is_new or (was_empty and seen) or len(self._many) > before:  # else brushes stay
+            self.spec = spec
+        self._is_new = False
         return True
+
+    def _find_anew(self) -> None:
+        """Begin anew, where another cache is in the place of the one that was shown."""
+        with explaining(self._store.folder.path):
+            status = os.stat(self._store.folder.lease_lock)
+        assert self._mark is not None
+        if file_identity(status) != file_identity(os.fstat(self._mark.fileno())):
+            self._begin(Cache.open(self._store.folder.path))
+            self.con.execute(f"drop table if exists main.{TABLE}")
 
     def _copy(self, snapshot: Snapshot) -> None:
         create_view(self.con, snapshot, self._schema, self._columns, _NEW)
         try:
-            if not self._version:
+            if self._is_new:
                 self._columns = [name for name in self._columns if self._is_chartable(name)]
             ids = ("_seq::uinteger as _seq", "_row::uinteger as _row")
             copied = f"select {', '.join([*ids, *map(self._copied, self._columns)])} from {_NEW}"
@@ -214,7 +263,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         column, kind = column_in_sql(self._schema, name), self._schema[name]
         if _is_float(kind):
             return f"case when isfinite({column}) then {column} end as {column}"
-        if isinstance(kind, Tensor) and kind.dtype in ("int64", "uint64"):
+        if _is_long(kind):
             return f"{column}::double as {column}"
         return column
 
@@ -226,35 +275,60 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         return bool(self._one(f"select count(distinct x) from {some}")[0] <= _MOST_BARS)
 
     def _spec(self) -> dict[str, Any]:
+        """The charts that fit the copy. A column that had many values once has no bar for each again."""
         columns = [column_in_sql(self._schema, name) for name in self._columns]
         kinds = [self._schema[name] for name in self._columns]
-        pairs = zip(columns, kinds, strict=True)
-        counts = ["1e9" if _is_float(kind) else f"approx_count_distinct({column})" for column, kind in pairs]
-        found = self._one(f"select {', '.join([*counts, 'count(*)'])} from {TABLE}")
-        names = [column[1:-1].replace('""', '"') for column in columns]
-        brushes = [f"brush{number}" for number in range(len(columns))]
-        charts = [*map(_chart, brushes, names, kinds, found)]
+        pairs = [*zip(columns, kinds, strict=True)]
+        counts = [f"approx_count_distinct({column})" if _has_bars(kind) else "1e9" for column, kind in pairs]
+        largest = [f"max(abs({column}))" if _is_long(kind) else "0" for column, kind in pairs]
+        found = self._one(f"select {', '.join([*counts, *largest, 'count(*)'])} from {TABLE}")
+        sizes, most = found[: len(columns)], found[len(columns) : -1]
+        self._many.update(column for column, size in zip(columns, sizes, strict=True) if size > _MOST_BARS)
+        self._rounded = [column for column, x in zip(columns, most, strict=True) if (x or 0) > _MOST_EXACT]
+        charts: list[dict[str, Any]] = []
+        for (column, kind), size in zip(pairs, sizes, strict=True):
+            bars = size if column not in self._many else None
+            if bars is not None or not isinstance(kind, String):
+                name = column[1:-1].replace('""', '"')
+                charts.append(_chart(f"brush{len(charts)}", name, kind, bars))
+        brushes = [f"brush{number}" for number in range(len(charts))]
         together = {"select": "crossfilter", "include": [f"${own}" for own in brushes]}
         params = {**{own: {"select": "intersect"} for own in brushes}, "brush": together}
         return {"params": params, "hconcat": charts or [{"vspace": 0}]}
 
 
 def _is_scalar(kind: FieldType) -> bool:
-    is_one = isinstance(kind, Tensor) and not kind.shape and not kind.dtype.startswith("complex")
-    return is_one or isinstance(kind, String | Timestamp)
+    return _is_number(kind) or isinstance(kind, String | Timestamp)
+
+
+def _is_number(kind: FieldType | None) -> bool:
+    return isinstance(kind, Tensor) and not kind.shape and not kind.dtype.startswith("complex")
+
+
+def _has_bars(kind: FieldType) -> bool:
+    """Whether a bar may stand for each value, where they are few."""
+    return isinstance(kind, String) or (_is_number(kind) and not _is_float(kind))
+
+
+def _is_long(kind: FieldType) -> bool:
+    return isinstance(kind, Tensor) and kind.dtype in ("int64", "uint64")
 
 
 def _is_float(kind: FieldType) -> bool:
     return isinstance(kind, Tensor) and "float" in kind.dtype
 
 
-def _chart(own: str, name: str, kind: FieldType, different: float) -> dict[str, Any]:
-    """A chart in mosaic's words: all rows in grey, before them those that the brushes of others leave."""
+def _chart(own: str, name: str, kind: FieldType, bars: int | None) -> dict[str, Any]:
+    """A chart in mosaic's words: all rows in grey, before them those that the brushes of others leave.
+
+    Args:
+        bars: how many, one for each value; None: a histogram.
+    """
     axes: dict[str, Any]
     size: dict[str, Any]
-    if isinstance(kind, String) or (isinstance(kind, Tensor) and different <= _MOST_BARS):
+    if bars is not None:
         mark, brush, axes = "barX", "toggleY", {"x": {"count": None}, "y": name}
-        size = {"height": 45 + 18 * different, "marginLeft": 90 if isinstance(kind, String) else 60}
+        size = {"height": 45 + 18 * bars, "marginLeft": 90 if isinstance(kind, String) else 60}
     else:
         mark, brush, axes = "rectY", "intervalX", {"x": {"bin": name, "steps": 40}, "y": {"count": None}}
         size = {"height": 150, "marginLeft": 45}

@@ -43,8 +43,9 @@ def large(name: str, value: Any, kind: FieldType | None, rate: float = 0) -> dic
     slices = 0
     axes = value.ndim if isinstance(value, np.ndarray) and value.size > 1 else 0
     sound = [kind for magic, kind in _SOUNDS.items() if isinstance(value, bytes) and value.startswith(magic)]
-    if isinstance(value, str):
-        shown = f"<pre>{html.escape(value)}</pre>"
+    if value is None or isinstance(value, str | list):  # of notes: no reason, a reason, tags
+        text = value if isinstance(value, str) else ", ".join(value or ())
+        shown = f"<pre>{html.escape(text)}</pre>"
     elif sound:
         player = _AUDIO(data=value)
         player.mimetype = sound[0]

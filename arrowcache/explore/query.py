@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor
+from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.explore.noted import Noted
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.traceback import keeps_nothing
@@ -64,10 +64,10 @@ _SMALL_BYTES = 4 << 20
 def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     """Ask DuckDB, in its SQL, about a cache's rows; the table is named `cache`.
 
-    Scalars, text and bytes are columns of DuckDB's types, timestamps without a time zone (UTC); float16 and
-    bfloat16 are FLOAT. A tensor is an ARRAY of its shape, nested: `image[1][2]`; a ragged column is a LIST;
-    a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has both, the
-    second is "Label_1". The query sees no file, no variable and no network.
+    Scalars, text and bytes are columns of DuckDB's types, timestamps without a time zone (UTC), NaT as NULL;
+    float16 and bfloat16 are FLOAT. A tensor is an ARRAY of its shape, nested: `image[1][2]`; a ragged column
+    is a LIST; a complex number is an ARRAY of two. SQL does not tell "label" from "Label": where a cache has
+    both, the second is "Label_1". The query sees no file, no variable and no network.
 
     What was noted of rows are columns, too: `_excluded`, `_reason` (NULL where it is not), `_tags` (a list:
     `list_contains(_tags, 'hard')`), and annotations by their names, NULL where none is:
@@ -163,27 +163,27 @@ def create_view(
     """
     batches = list(snapshot.record_batches(columns))
     names = [name for name, own in zip(_told_apart(schema), schema, strict=True) if own in columns]
-    table = pa.Table.from_batches(batches) if batches else snapshot.table(columns)
-    table, own_names = _readable(table, schema, names), table.column_names
+    read = pa.Table.from_batches(batches) if batches else snapshot.table(columns)
     noted = _told_apart({**dict.fromkeys(_told_apart(schema)), **(notes or {})})[len(schema) :]
-    for name, column in zip(noted, (notes or {}).values(), strict=True):
+    table = _ids(snapshot)  # first: a table has the length of its first column
+    values = [*_readable(read, schema, names).columns, *(notes or {}).values()]
+    for name, column in zip([*names, *noted], values, strict=True):
         table = table.append_column(name, column)
-    connection.register(FILES, _with_ids(table, snapshot))
-    shown = ["", *(_column(name, schema[own]) for name, own in zip(names, own_names, strict=True))]
+    connection.register(FILES, table)
+    shown = ["", *(_column(name, schema[own]) for name, own in zip(names, read.column_names, strict=True))]
     shown += map(_quoted, noted)
     ids = '"_seq", "_row"::bigint as "_row"'
     connection.execute(f'create temp view {view} as select {ids}{", ".join(shown)} from "{FILES}"')
     return batches
 
 
-def _with_ids(table: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Add `_seq`, a run of one number a segment, and `_row`, which counts by one array that all share."""
+def _ids(snapshot: Snapshot) -> pa.Table:
+    """`_seq`, a run of one number a segment, and `_row`, which counts by one array that all share."""
     rows = snapshot.segment_rows
     ends, seqs = pa.array(np.cumsum(rows), pa.int64()), pa.array(snapshot.seqs, pa.int64())
     count = pa.array(np.arange(rows.max(initial=0), dtype=np.int32))
     counts = pa.chunked_array([count.slice(0, size) for size in rows.tolist()], pa.int32())
-    table = table.append_column("_seq", pa.RunEndEncodedArray.from_arrays(ends, seqs))
-    return table.append_column("_row", counts)
+    return pa.table([pa.RunEndEncodedArray.from_arrays(ends, seqs), counts], names=list(ID_COLUMNS))
 
 
 def _macros(types: Mapping[str, str], schema: Schema) -> str:
@@ -351,6 +351,8 @@ def _nested(array: pa.Array, kind: FieldType) -> pa.Array:
 def _column(name: str, kind: FieldType) -> str:
     """How the view says one column: as it is, or converted from what it is stored as."""
     quoted = _quoted(name)
+    if isinstance(kind, Timestamp):  # NaT is less than all
+        return f"case when {quoted} >= '-infinity'::timestamp then {quoted} end as {quoted}"
     if not isinstance(kind, Tensor | Ragged):
         return quoted
     shape = kind.shape if isinstance(kind, Tensor) else kind.inner_shape

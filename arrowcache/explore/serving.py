@@ -16,7 +16,6 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable
-from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +135,9 @@ class _Answer(BaseHTTPRequestHandler):
             self._write(404, "text/plain", "There is no such page.")
 
     def do_POST(self) -> None:
-        size = int(self.headers.get("Content-Length", 0))
+        size = 0
+        with contextlib.suppress(ValueError):
+            size = int(self.headers.get("Content-Length", 0))
         if self._is_known() and "Origin" in self.headers and 0 < size <= _MOST_ASKED_BYTES:
             answer = self.server.answer(json.loads(self.rfile.read(size)))
             self._write(200, "application/octet-stream", answer)
@@ -150,9 +151,9 @@ class _Answer(BaseHTTPRequestHandler):
         return self.headers.get("Host") == self.server.host and self.headers.get("Origin", own) == own
 
     def _is_known(self) -> bool:
-        given = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
-        is_it = given and secrets.compare_digest(given.value.encode(), self.server.cookie.encode())
-        return self._is_ours() and bool(is_it)
+        own = f"{self._cookie}={self.server.cookie}".encode()
+        given = self.headers.get("Cookie", "").encode().split(b";")  # those of others in whatever form
+        return self._is_ours() and any(secrets.compare_digest(one.strip(), own) for one in given)
 
     @property
     def _cookie(self) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
+import gc
 import http.client
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -92,18 +96,54 @@ def test_text_of_many_values_and_complex_numbers_have_no_chart(tmp_path):
         widget.close()
 
 
+@pytest.mark.parametrize("kind", [ac.Tensor("uint8", (4, 4)), ac.Ragged("int32"), ac.Binary(), ac.String()])
+def test_without_a_chart_it_shows_and_follows_rows_all_the_same(tmp_path, kind):
+    values = [str(n) for n in range(50)] if isinstance(kind, ac.String) else [np.ones((4, 4), "u1")] * 50
+    if isinstance(kind, ac.Ragged | ac.Binary):
+        values = [value[0].astype("i4") if isinstance(kind, ac.Ragged) else b"a" for value in values]
+    with ac.Cache.create(tmp_path / "few", ac.Schema({"one": kind}), "4MiB", "64KiB", 25) as cache:
+        with cache.writer() as writer:
+            writer.extend(one=values)
+        with contextlib.closing(explore.open(cache)) as widget:
+            with cache.writer() as writer:
+                writer.extend(one=values)
+            board = Page(widget).ask("refresh")
+            assert (board["total"], board["error"]) == (100, "")
+            assert explore.sql(cache, "select count(*) n from cache")["n"].tolist() == [100]
+
+
+@pytest.mark.parametrize("kind", [ac.Tensor("uint8", (4, 4)), ac.Timestamp()])
+def test_an_empty_cache_of_any_column_opens(tmp_path, kind):
+    cache = ac.Cache.create(tmp_path / "none", ac.Schema({"one": kind}), "4MiB", "64KiB")
+    with cache, contextlib.closing(explore.open(cache)) as widget:
+        assert widget.ids.shape == (0, 2)
+
+
+def test_no_moment_is_no_bar(tmp_path):
+    with ac.Cache.create(tmp_path / "when", ac.Schema({"when": ac.Timestamp()}), "4MiB", "64KiB") as cache:
+        moments = np.array(["2024-01-01", "NaT", "2024-01-02", "0001-01-01"], "datetime64[us]")
+        with cache.writer() as writer:
+            writer.extend(when=moments)
+        with contextlib.closing(explore.open(cache)) as widget:
+            bounds = widget.con.execute('select min("when"), count("when") from cache').fetchone()
+        assert bounds == (dt.datetime(1, 1, 1), 3)  # noqa: DTZ001  # as DuckDB has them
+        found = explore.sql(cache, 'select "when" from cache')
+        assert found["when"].isna().tolist() == [False, True, False, False]
+        assert explore.sql(cache, 'select count("when") n from cache')["n"].tolist() == [3]
+
+
 def test_what_is_brushed_is_counted_listed_and_named(numbers, shown):
     page = Page(shown)
     assert (page.state["board"]["count"], page.state["board"]["total"]) == (100, 100)
     assert len(shown.ids) == 100
     assert shown.sql == "select * from cache"
-    board = page.ask("page", text='("x" between 40 and 59.5) and ("label" in (3))', at=0)
+    board = page.ask("page", where='("x" between 40 and 59.5) and ("label" in (3))', at=0)
     assert (board["count"], board["total"], board["is_brushed"]) == (4, 100, True)
     assert shown.ids.tolist() == board["ids"] == [[1, 18], [1, 23], [2, 3], [2, 8]]
     assert shown.ids.dtype == np.int64
     frame = explore.sql(numbers, shown.sql)
     assert frame["x"].tolist() == explore.rows(numbers, shown.ids)["x"].tolist() == [43, 48, 53, 58]
-    board = page.ask("page", text="", at=96)
+    board = page.ask("page", where="", at=96)
     assert [row for _, row in board["ids"]] == [21, 22, 23, 24]
     assert numbers.stats().leased_bytes == 0
 
@@ -120,10 +160,33 @@ def test_what_is_no_finite_number_leaves_a_chart_its_bounds(tmp_path):
         widget.close()
 
 
+def test_its_sql_finds_its_rows_also_of_numbers_that_a_browser_does_not_have(tmp_path):
+    schema = ac.Schema({"hash": ac.Tensor("int64"), "name": ac.String()})
+    with ac.Cache.create(tmp_path / "hashes", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(hash=2**60 + 1 + np.arange(30) % 3 * 1_000_003, name=['"hash"'] * 30)
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            page.ask("page", where=f"""("hash" IN ({2**60})) and ("name" IN ('"hash"'))""")
+            assert len(widget.ids) == 10
+            found = explore.sql(cache, widget.sql)
+            assert found[["_seq", "_row"]].to_numpy().tolist() == widget.ids.tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_cannot_be_opened_leaves_no_second_error(numbers):
+    with pytest.raises(TypeError):
+        explore.open(5)
+    numbers.close()
+    with pytest.raises(ValueError, match="closed"):
+        explore.open(numbers)
+    gc.collect()
+
+
 def test_a_predicate_that_fails_is_told(shown):
     page = Page(shown)
-    assert "nothing" in page.ask("page", text="nothing = 1", at=0)["error"]
-    assert page.ask("page", text="", at=0)["error"] == ""
+    assert "nothing" in page.ask("page", where="nothing = 1", at=0)["error"]
+    assert page.ask("page", where="", at=0)["error"] == ""
 
 
 # a cache that changes
@@ -175,6 +238,46 @@ def test_a_cache_that_vanishes_and_comes_back_is_told(numbers, shown, tmp_path):
     assert page.ask("refresh")["error"] == ""
 
 
+def test_another_cache_in_its_place_is_shown_afresh(numbers, shown):
+    page = Page(shown)
+    before = page.state["board"]["version"]
+    shutil.rmtree(numbers.path)
+    with ac.Cache.create(numbers.path, ac.Schema({"y": ac.Tensor("float32")}), "4MiB", "64KiB") as other:
+        with other.writer() as writer:
+            writer.extend(y=np.arange(50, dtype="f4"))
+        board = page.ask("refresh")
+        assert (board["total"], board["error"], board["version"] > before) == (50, "", True)
+        assert [plot["name"] for plot in shown.spec["hconcat"]] == ["y"]
+        assert explore.sql(other, shown.sql)["y"].tolist() == [*range(50)]
+        page.ask("exclude", one=[0, 7])
+        assert explore.rows(other, "0:7")["_excluded"].tolist() == [True]
+
+
+def test_charts_fit_what_comes_and_else_stay(tmp_path):
+    schema = ac.Schema({"n": ac.Tensor("int64"), "text": ac.String(), "label": ac.Tensor("int64")})
+
+    def extend(numbers):
+        with cache.writer() as writer:
+            writer.extend(n=numbers, text=[*map(str, numbers)], label=numbers % 4)
+
+    cache = ac.Cache.create(tmp_path / "young", schema, "4MiB", "64KiB", 25)
+    with cache, contextlib.closing(explore.open(cache)) as widget:
+        page, spec = Page(widget), widget.spec
+        marks = {}
+        for first, stop in ((0, 8), (8, 16), (16, 100)):
+            extend(np.arange(first, stop))
+            page.ask("refresh")
+            marks[stop] = {plot["name"]: plot["plot"][0]["mark"] for plot in widget.spec["hconcat"]}
+            assert (widget.spec is spec) == (stop == 16)  # brushes stay, too
+            spec = widget.spec
+        assert marks[8] == marks[16] == dict.fromkeys(schema, "barX")
+        assert marks[100] == {"n": "rectY", "label": "barX"}
+        while cache.stats().rows > 20:
+            cache.evict(1)
+        page.ask("refresh")
+        assert widget.spec is spec
+
+
 def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
     page = Page(shown)
     numbers.evict(1)
@@ -187,7 +290,7 @@ def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
 def test_exclusion_and_tags_are_the_caches(numbers):
     widget = explore.open(numbers)
     page = Page(widget)
-    page.ask("page", text="x < 2", at=0)
+    page.ask("page", where="x < 2", at=0)
     assert "2 rows excluded" in page.ask("exclude", text="blurred")["says"]
     assert "1 row tagged 'hard'" in page.ask("tag", one=[2, 7], text="hard")["says"]
     excluded = explore.sql(numbers, "select _seq, _row from cache where _excluded")
@@ -197,6 +300,56 @@ def test_exclusion_and_tags_are_the_caches(numbers):
         assert loader.steps is None
         assert len([*loader]) == numbers.stats().rows - 2
     widget.close()
+
+
+def test_what_a_page_excludes_is_what_it_shows_though_another_asked_since(numbers, shown):
+    page = Page(shown)
+    of_label = {"where": '("label" IN (0))', "at": 0}
+    page.ask("page", **of_label)
+    other = {"method": "custom", "content": {"do": "page", "where": '("x" > 90)', "at": 8}}
+    page.server.answer(other)
+    assert page.ask("refresh", **of_label)["count"] == 20
+    page.server.answer(other)
+    board = page.ask("exclude", text="", **of_label)
+    assert board["says"].startswith("20 rows excluded")
+    assert board["count"] == 20
+    assert set(explore.sql(numbers, "select label from cache where _excluded")["label"]) == {0}
+
+
+def test_what_was_done_is_seen_at_once_and_stays_said(numbers, shown):
+    page = Page(shown)
+    assert "_excluded" in page.ask("exclude", one=[0, 1], text="blurred")["table"]
+    fill(numbers, 100, 125)
+    board = page.ask("refresh")
+    assert (board["total"], board["says"][:14]) == (125, "1 row excluded")
+    assert page.ask("page", where="", at=8)["says"] == ""
+
+
+def test_a_row_that_left_is_not_said_to_be_excluded(numbers, shown):
+    page = Page(shown)
+    numbers.evict(1)
+    assert "0 rows excluded" in page.ask("exclude", one=[0, 1], text="")["says"]
+    says = page.ask("tag", where="_seq < 2", text="hard")["says"]
+    assert says == "25 rows tagged 'hard'; 25 rows had left the cache"
+
+
+def test_a_page_behind_the_last_row_is_the_first(shown):
+    board = Page(shown).ask("page", where="x < 5", at=16)
+    assert (board["first"], len(board["ids"])) == (0, 5)
+
+
+def test_once_a_row_has_a_mark_each_row_can_be_opened_and_has_its_marks(numbers, shown):
+    page = Page(shown)
+    numbers.exclude("0:1", reason="blurred")
+    numbers.tag("0:2", "hard")
+    numbers.tag("0:2", "<far>")
+    seen = {}
+    for row in (1, 2, 3):
+        assert page.ask("open", one=[0, row])["error"] == ""
+        seen[row] = {column["name"]: column["html"] for column in page.state["detail"]["columns"]}
+        assert list(seen[row]) == [*SCHEMA, "_excluded", "_reason", "_tags"]
+    assert [seen[row]["_reason"] for row in seen] == ["<pre>blurred</pre>", "<pre></pre>", "<pre></pre>"]
+    assert [seen[row]["_tags"] for row in (1, 2)] == ["<pre></pre>", "<pre>&lt;far&gt;, hard</pre>"]
 
 
 # whatever the browser sends
@@ -272,6 +425,17 @@ def test_sound_can_be_played():
     assert "<audio" not in large("short", np.sin(np.arange(80)), None)["html"]
 
 
+def test_a_rate_that_is_text_hides_no_row(tmp_path):
+    schema = ac.Schema({"rate": ac.String(), "sound": ac.Tensor("float32", (5000,))})
+    with ac.Cache.create(tmp_path / "sounds", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.append(rate="16k", sound=np.sin(np.arange(5000)).astype("f4"))
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            assert page.ask("open", one=[0, 0])["error"] == ""
+            assert "16,000 a second" in page.state["detail"]["columns"][1]["html"]
+
+
 def test_a_ragged_row_is_drawn_and_written(varied):
     shown = large("ragged", np.array([1.5, 2.5]), ac.Ragged("float64"))["html"]
     assert "<img" in shown
@@ -335,6 +499,28 @@ def test_other_pages_and_other_hosts_are_refused(served):
         assert answer(served, "GET", "/", Cookie=cookie, Origin=origin)[0] == 403
     assert answer(served, "POST", "/", ask, Cookie=cookie, Origin=own, Host="example.org")[0] == 403
     assert answer(served, "GET", "/", Cookie=cookie, Host=f"example.org:{served.server_port}")[0] == 403
+
+
+@pytest.mark.parametrize("other", ['prefs={"theme":"dark"}', "version=2", "theme=é"])
+def test_cookies_of_other_servers_on_this_machine_do_no_harm(served, other):
+    cookie = entered(served)
+    for both in (f"{other}; {cookie}", f"{cookie};{other}"):
+        assert answer(served, "GET", "/page.js", Cookie=both)[0] == 200
+    assert answer(served, "GET", "/page.js", Cookie=f"{other}; {cookie}a")[0] == 403
+
+
+def test_a_length_that_is_no_number_is_refused(served, capsys):
+    cookie, own = entered(served), f"http://{served.host}"
+    assert answer(served, "POST", "/", Cookie=cookie, Origin=own, Content_Length="abc")[0] == 403
+    assert capsys.readouterr().err == ""
+
+
+def test_a_page_may_load_only_what_is_its_own(served):
+    cookie = entered(served)
+    policy = answer(served, "GET", "/", Cookie=cookie)[1].headers["Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert (rules["default-src"], rules["frame-ancestors"]) == ("'self'", "'none'")
+    assert "script-src" not in rules
 
 
 @pytest.mark.slow

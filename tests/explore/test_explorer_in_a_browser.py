@@ -180,6 +180,46 @@ def test_the_address_is_good_for_one_browser(served, browser):
     assert "used already" in screen.text("")
 
 
+def test_of_two_pages_each_shows_and_excludes_what_it_has_brushed(served, browser):
+    cache, _, server = served
+    browser.get(server.url)
+    first, screen = browser.current_window_handle, Screen(browser)
+    screen.click('.charts .plot:nth-child(2) g[fill="#2f7fc1"] rect')
+    wait_until(screen.has(".count", "50 of 200"), "the count to fall")
+    browser.switch_to.new_window("window")
+    browser.get(server.url.partition("?")[0])
+    other = Screen(browser)
+    wait_until(other.has(".count", "200 of 200"), "all rows, as nothing is brushed here")
+    browser.switch_to.window(first)
+    screen.click(".bar .exclude")
+    wait_until(screen.has(".says", "50 rows excluded"), "what was done")
+    assert len(set(explore.sql(cache, "select label from cache where _excluded")["label"])) == 1
+    browser.refresh()
+    wait_until(screen.has(".count", "200 of 200"), "no brush after a reload")
+    assert screen.all(".bar .exclude:disabled")
+    assert severe(browser) == []
+
+
+def test_an_empty_caches_charts_are_drawn_for_what_comes(browser, tmp_path):
+    schema = ac.Schema({"n": ac.Tensor("int64"), "text": ac.String(), "label": ac.Tensor("int64")})
+    with (
+        ac.Cache.create(tmp_path / "young", schema, "16MiB", "256KiB") as cache,
+        serving(cache) as (_, server),
+    ):
+        browser.get(server.url)
+        screen = Screen(browser, ())
+        numbers = np.arange(5000)
+        with cache.writer() as writer:
+            writer.extend(n=numbers, text=[*map(str, numbers)], label=numbers % 4)
+        wait_until(lambda: len(screen.all(".charts .plot")) == 2, "charts of two columns")
+        wait_until(screen.has(".count", "5,000 of 5,000"), "the rows")
+        assert len(screen.all('[data-column="n"] rect')) < 100
+        screen.click('[data-column="label"] g[fill="#2f7fc1"] rect')
+        wait_until(screen.has(".count", "1,250 of 5,000"), "the count to fall")
+        assert len(screen.all(".charts")) == 1
+        assert severe(browser) == []
+
+
 def test_brushes_while_the_cache_rolls_and_somebody_trains(browser, tmp_path):
     schema = ac.Schema({name: SCHEMA[name] for name in ("x", "label", "image")})
     with ac.Cache.create(tmp_path / "rolling", schema, "2MiB", "64KiB", 25) as cache:

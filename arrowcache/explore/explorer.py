@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,14 +129,17 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         return f"select _seq, _row from {self._brushed} order by _seq, _row"
 
     def close(self) -> None:
-        """Take the widget out of the notebook, and give its memory back."""
+        """Take the widget out of the notebook, and give its memory back. Blocks: while a query is ended."""
         super().close()
         if self._mark is not None:
             self._mark.close()
-        if self.con is not None:
+        while self.con is not None:
             with contextlib.suppress(duckdb.ConnectionException):  # it is closed
                 self.con.interrupt()
-            self.con.close()
+            try:
+                return self.con.close()
+            except duckdb.ResourceInUseException:  # until another thread's query has ended
+                time.sleep(0.01)
 
     # -- what the browser asks for -----------------------------------------------------------------
 

@@ -19,9 +19,11 @@ import wave
 
 import numpy as np
 import pytest
-from helpers import EVERY_TYPE
+from helpers import EVERY_TYPE, wait_until
 
 pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installed")
+
+import duckdb
 
 import arrowcache as ac
 from arrowcache import explore
@@ -443,6 +445,30 @@ def test_a_ragged_row_is_drawn_and_written(varied):
 
 
 # the server
+
+
+def test_it_is_closed_in_the_middle_of_another_threads_query(numbers):
+    shown, ended = explore.open(numbers), []
+
+    def is_busy(sql: str) -> bool:
+        try:
+            shown.con.execute(sql).fetchall()
+        except duckdb.ResourceInUseException:
+            return True
+        return False
+
+    def count() -> None:
+        with pytest.raises(duckdb.InterruptException):
+            while is_busy("select sum(a.range * b.range) from range(1000000) a, range(1000000) b"):
+                pass
+        ended.append(True)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    wait_until(lambda: is_busy("select 1"), "the query")
+    shown.close()
+    thread.join(60)
+    assert ended == [True]
 
 
 @pytest.fixture

@@ -133,13 +133,19 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         super().close()
         if self._mark is not None:
             self._mark.close()
-        while self.con is not None:
-            with contextlib.suppress(duckdb.ConnectionException):  # it is closed
-                self.con.interrupt()
-            try:
-                return self.con.close()
-            except duckdb.ResourceInUseException:  # until another thread's query has ended
+        if self.con is not None:
+            while not self._is_closed():
                 time.sleep(0.01)
+
+    def _is_closed(self) -> bool:
+        """Close the connection, if no other thread's query is at work, which is ended."""
+        with contextlib.suppress(duckdb.ConnectionException):  # it is closed already
+            self.con.interrupt()
+        try:
+            self.con.close()
+        except duckdb.ResourceInUseException:
+            return False
+        return True
 
     # -- what the browser asks for -----------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from every_type import every_type
 from helpers import EVERY_TYPE, flip_byte, ids_of, make_cache, publish, published_ids, segment_files, seqs
 
 import arrowcache as ac
+from arrowcache import explore
 from arrowcache.arrow.foreign import kind_of
 from arrowcache.explore import exchange
 from arrowcache.explore.exchange import export_parquet, import_parquet
-from arrowcache.explore.frames import to_pandas
 
 SIZES = {"capacity": "8MiB", "segment_bytes": "1MiB"}
 
@@ -352,20 +352,22 @@ def test_bars_are_shown_if_asked_for(cache, tmp_path, capsys):
 
 
 def test_a_frame_with_ids_and_marks_is_imported_without_them(tmp_path):
+    pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
     with make_cache(tmp_path / "a", ac.Schema({"x": ac.Tensor("int64")})) as cache:
         with cache.writer() as writer:
             writer.extend(x=np.arange(5))
         cache.exclude(["0:1"])
         cache.tag(["0:2"], "hard")
         cache.annotate(["0:3"], loss=0.5)
-        frame = to_pandas(cache)
+        frame = explore.to_pandas(cache)
     assert {"_seq", "_row", "_excluded", "_tags", "loss"} < set(frame)
     frame.fillna({"loss": 0.0}).to_parquet(tmp_path / "a.parquet")
     assert import_parquet(tmp_path / "a.parquet", tmp_path / "b", capacity="1MiB", segment_bytes="16KiB") == 5
-    assert list(to_pandas(tmp_path / "b")) == ["_seq", "_row", "x", "loss"]
+    assert list(explore.to_pandas(tmp_path / "b")) == ["_seq", "_row", "x", "loss"]
 
 
 def test_own_columns_with_the_names_of_marks_come_back(tmp_path):
+    pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
     names = ("_excluded", "_reason", "_tags")
     with make_cache(tmp_path / "a", ac.Schema(dict.fromkeys(names, ac.String()))) as cache:
         with cache.writer() as writer:
@@ -374,7 +376,7 @@ def test_own_columns_with_the_names_of_marks_come_back(tmp_path):
     assert import_parquet(tmp_path / "out", tmp_path / "b", **SIZES) == 5
     with ac.Cache.open(tmp_path / "b") as back:
         assert dict(back.schema) == dict(cache.schema)
-        assert all(to_pandas(back)[name].tolist() == list("abcde") for name in names)
+        assert all(explore.to_pandas(back)[name].tolist() == list("abcde") for name in names)
 
 
 @pytest.mark.parametrize("files", [5, None])

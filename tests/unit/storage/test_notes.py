@@ -634,7 +634,7 @@ def test_a_capacity_that_another_process_raised_counts(tmp_path):
     publish(cache, 2)
     with pytest.raises(ac.CacheFullError, match="raise the capacity"):
         cache.exclude("0:1", "x" * 70_000)
-    most = cache._notes.most_values
+    most = Notes(cache.store).most_values
     ids = np.zeros((most + 1, 2), np.int64)
     with pytest.raises(ValueError, match="raise the capacity"):
         cache.annotate(ids, loss=np.ones(len(ids)))

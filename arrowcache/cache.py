@@ -325,7 +325,7 @@ def marked_rows(store: Store, segments: Sequence[SegmentInfo]) -> list[str]:
     notes = Notes(store)
     if not notes.version(MARKS):
         return []
-    rows = Rows.of_counts(*np.array([(each.seq, each.rows) for each in segments], np.int64).reshape(-1, 2).T)
+    rows = Rows.of(segments)
     marks = {"excluded": notes.excluded(rows)}
     marks |= {f"tagged {printable(tag)}": notes.tagged(rows, tag) for tag in notes.tags()}
     return [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]

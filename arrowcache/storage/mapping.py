@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from arrowcache import linux
-from arrowcache.lifetimes import Origin, at_exit, interrupt_again, is_exiting
+from arrowcache.lifetimes import Origin, at_exit, interrupt_again, until_exit
 from arrowcache.linux import PAGE_BYTES
 from arrowcache.native import maps
 from arrowcache.os_errors import explained
@@ -146,8 +146,9 @@ class FileMapping:
         self._touched_bytes = self.nbytes
         return pa.foreign_buffer(self.address, self.nbytes, base=self)
 
+    @until_exit
     def __del__(self) -> None:
-        if self._file is None or is_exiting():
+        if self._file is None:
             return
         try:
             self._unmap()

@@ -18,7 +18,7 @@ trace. Results: benchmarks/RESULTS.md.
     processes.py    checks in processes that are ended when their time is over
     absent.py       what stands in for a package that the machine lacks
     batches.py      sources and caches whose rows say what they must hold
-    correctness.py, graphs.py, trouble.py, figures.py    the checks
+    correctness.py, loaders.py, graphs.py, trouble.py, figures.py    the checks
 """
 
 from benchmarks.device_proof.absent import stand_in

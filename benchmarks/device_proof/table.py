@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from benchmarks.device_proof import correctness, figures, graphs, trouble
+from benchmarks.device_proof import correctness, figures, graphs, loaders, trouble
 from benchmarks.device_proof.check import CPU, Check
 
 LIMIT_SECONDS = 7.5 * 60  # and half a minute to begin and to end
@@ -26,6 +26,9 @@ def checks(trace: Path | None = None) -> list[Check]:
         Check("window", "rows that the device shuffles are the host's, bit for bit", correctness.window, 60),
         Check("registered", "slots of a loader are read where they are", correctness.registered, 40),
         Check("workers", "slots of worker processes are read where they are", correctness.workers, 40),
+        Check("items", "a slow dataset's items arrive, made or cached", loaders.of_items, 60),
+        Check("documents", "packed and ragged batches arrive", loaders.of_documents, 40),
+        Check("choice", "what is left out or weighs nothing does not", loaders.of_choice, 40),
         Check("autograd", "what only autograd keeps is kept", correctness.autograd, 30, CPU),
         Check(
             "sanitizer", "torch's CUDA sanitizer sees no race", correctness.sanitizer, 70, None, is_alone=True

@@ -27,7 +27,7 @@ _SLEEP_CYCLES = 50_000_000
 _LONGEST_SLEEP_SECONDS = 0.1  # displays end longer kernels
 
 Stream = Any
-#: What a tensor's rows hold: a number, or one a row.
+#: What a tensor's rows hold: a number, or one a row; or a tensor of its shape: all of it.
 Expected = int | torch.Tensor
 Replay = Callable[[torch.Tensor, int], None]
 
@@ -99,9 +99,11 @@ class Target(Protocol):
 
 
 def expected_rows(expected: Expected, like: torch.Tensor) -> torch.Tensor:
-    """(rows, 1, ...) on the CPU, or a number of no dimensions: what a tensor is compared with."""
+    """(rows, 1, ...) on the CPU, a number of no dimensions, or all: what a tensor is compared with."""
     if isinstance(expected, int):
         return torch.tensor(expected)
+    if expected.shape == like.shape:
+        return expected
     return expected.reshape(-1, *[1] * (like.dim() - 1))
 
 

@@ -108,3 +108,26 @@ def test_interpreters_that_end_with_jobs_on_their_way_neither_crash_nor_hang(tmp
             assert script.line() == str(number)
         assert script.end() == (0, "")
     assert cache.stats().leased_bytes == 0
+
+
+OUTLIVES = """
+import sys
+import numpy as np
+import arrowcache as ac
+from arrowcache.torch import Loader
+
+cache = ac.Cache.create(sys.argv[1], ac.Schema({"x": ac.Tensor("float32", (8192,))}), "64MiB", "4MiB")
+with cache.writer() as writer:
+    writer.extend(x=np.zeros((240, 8192), np.float32))
+with Loader(cache, 48, shuffle=None) as loader:
+    for batch in loader:
+        pass
+assert loader.stats().copied_bytes < loader.stats().bytes
+"""
+
+
+@pytest.mark.slow
+def test_a_tensor_over_a_file_that_outlives_all_modules_says_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    with Script(OUTLIVES, tmp_path / "cache") as script:
+        assert script.end() == (0, "")

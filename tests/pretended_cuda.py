@@ -58,7 +58,11 @@ class _OnTheCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        args = tuple("cpu" if each == "cuda" else each for each in args) if args else args
+        args = (
+            tuple("cpu" if isinstance(each, str) and each == "cuda" else each for each in args)
+            if args
+            else args
+        )
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0].clone()
         if function is torch.Tensor.item and self._cuda.forbids_synchronization:

@@ -24,7 +24,7 @@ from pretended_cuda import pretended_cuda
 
 from arrowcache.torch import DevicePrefetcher, Loader, plan
 from benchmarks import device
-from benchmarks.device_proof import correctness, figures, graphs, table, trouble
+from benchmarks.device_proof import correctness, figures, graphs, loaders, table, trouble
 from benchmarks.device_proof.__main__ import main, outcomes
 from benchmarks.device_proof.check import (
     CPU,
@@ -144,6 +144,9 @@ SLOW = pytest.mark.slow
 BROKEN = {
     "a loader's slots are used again too early": ("loader", {"leave_out": ["query"]}, ""),
     "those of a window": ("window", {"leave_out": ["query"]}, ""),
+    "those of a dataset's items": ("items", {"leave_out": ["query"]}, ""),
+    "those of documents": ("documents", {"leave_out": ["query"]}, ""),
+    "those of chosen rows": ("choice", {"leave_out": ["query"]}, ""),
     "those that are registered": ("registered", {"leave_out": ["query"]}, ""),
     "those of workers": ("workers", {"leave_out": ["query"]}, ""),
     "a stream does not wait for the window": ("window", {"leave_out": ["compute waits"]}, ""),
@@ -167,6 +170,13 @@ class Gathers(Loader):
 
     def __init__(self, *arguments, transform=dict, **options):
         super().__init__(*arguments, transform=transform, **options)
+
+
+class Takes(Loader):
+    """It takes in all rows, whatever is said of them."""
+
+    def __init__(self, *arguments, weights=None, **options):
+        super().__init__(*arguments, rows="all", **options)
 
 
 class Stalls(Loader):
@@ -214,6 +224,7 @@ class Swallows(DevicePrefetcher):
         (correctness, Mixes, "autograd", "the gradient is"),
         (correctness, Mixes, "copies", "read ["),
         (correctness, Keeps, "memory", "reserved bytes, allocations"),
+        (loaders, Takes, "choice", "which are excluded or weigh nothing"),
         (trouble, Stalls, "busy", "stall 13.000 s"),
         (trouble, Swallows, "full", "the iteration ended after batch -1 of 7"),
         (trouble, Swallows, "broken", "no call of the fake failed"),

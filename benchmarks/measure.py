@@ -38,7 +38,8 @@ def hardware() -> str:
 
 def machine() -> str:
     """One line that names where a figure was measured."""
-    libraries = " ".join(f"{name} {version(name)}" for name in ("arrowcache", "numpy", "pyarrow"))
+    versions = {"arrowcache": ac.__version__} | {name: version(name) for name in ("numpy", "pyarrow")}
+    libraries = " ".join(f"{name} {number}" for name, number in versions.items())
     return f"{hardware()}, Linux {platform.release()}, Python {platform.python_version()}, {libraries}"
 
 

@@ -1,0 +1,110 @@
+"""At what rate does JAX get the cache's batches on its device, and do the copies hide behind the steps?
+
+Question: GB/s of `arrowcache.jax.Loader`, over `jax.device_put` of batches that are ready in memory, and over
+the loader without a device; seconds a step over max(copy, compute), beside a step that puts its batch itself.
+Method: rows of 1 KiB and 64 KiB in memory, shuffled, batches of 4 and of 32 MB; compute is matrix products
+that take about as long as the copy. `block_until_ready` at a turn's end; cases take turns; medians.
+Run: `python -m benchmarks.jax_device`, on JAX's default device. Results: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import arrowcache as ac
+import arrowcache.jax
+from benchmarks.measure import filled_cache, interleaved, machine
+
+CACHE_BYTES, REPEATS = 512 << 20, 5
+BATCHES = ((1 << 10, 4 << 20), (1 << 16, 4 << 20), (1 << 16, 32 << 20))  # bytes of a row, of a batch
+TURN_BYTES = 1 << 30
+SIDE = 1024
+
+
+def compute_for(seconds: float) -> Callable[[jax.Array], jax.Array]:
+    """Work of about so long, after a pass over the batch."""
+    matrix = jax.random.normal(jax.random.key(0), (SIDE, SIDE)) / SIDE**0.5
+
+    def products(count: int) -> Callable[[jax.Array], jax.Array]:
+        def work(batch: jax.Array) -> jax.Array:
+            found = matrix + batch.sum()
+            return jax.lax.fori_loop(0, count, lambda _, each: each @ matrix, found).sum()
+
+        return jax.jit(work)
+
+    def taken(count: int) -> float:
+        work, batch = products(count), jax.numpy.zeros(1)
+        work(batch).block_until_ready()
+        started = time.perf_counter()
+        work(batch).block_until_ready()
+        return time.perf_counter() - started
+
+    return products(max(1, round(seconds / ((taken(210) - taken(10)) / 200))))
+
+
+def measure(cache: ac.Cache, batch_rows: int, batch_bytes: int) -> None:
+    """Print one line a case."""
+    steps = TURN_BYTES // batch_bytes
+    ready = [np.random.default_rng(n).random(batch_bytes // 4, np.float32) for n in range(4)]
+
+    def run(batches: Iterable[Any], work: Callable[[Any], Any]) -> None:
+        last = None
+        for batch in itertools.islice(batches, steps):
+            last = work(batch)
+        jax.block_until_ready(last)
+
+    with (
+        arrowcache.jax.Loader(cache, batch_rows, columns=["x"]) as ours,
+        ac.Loader(cache, batch_rows, columns=["x"]) as host,
+    ):
+        on_device, on_host = ours.repeat(), host.repeat()
+        put = {
+            "device_put": lambda: run(itertools.cycle(ready), jax.device_put),
+            "loader": lambda: run(on_device, lambda batch: batch["x"]),
+            "loader without a device": lambda: run(on_host, lambda _: None),
+        }
+        for case in put.values():
+            case()
+        found = {name: seconds / steps for name, seconds in interleaved(put, REPEATS).items()}
+        rate = {name: batch_bytes / seconds / 1e9 for name, seconds in found.items()}
+        compute = compute_for(found["device_put"])
+        there = jax.device_put(ready[0])
+        steps_of = {
+            "compute": lambda: run(itertools.repeat(there), compute),
+            "loader": lambda: run(on_device, lambda batch: compute(batch["x"])),
+            "device_put in the step": lambda: run((jax.device_put(batch["x"]) for batch in on_host), compute),
+        }
+        for case in steps_of.values():
+            case()
+        took = {name: seconds / steps for name, seconds in interleaved(steps_of, REPEATS).items()}
+    least = max(found["device_put"], took["compute"])
+    print(
+        f"\n{batch_rows} rows, {batch_bytes >> 20} MiB: loader {rate['loader']:.2f} GB/s, "
+        f"{rate['loader'] / rate['device_put']:.2f} of device_put alone ({rate['device_put']:.1f}), "
+        f"{rate['loader'] / rate['loader without a device']:.2f} of a loader without a device\n"
+        f"a step over max(copy {1000 * found['device_put']:.2f}, compute {1000 * took['compute']:.2f} ms): "
+        + ", ".join(f"{name} {seconds / least:.2f}" for name, seconds in took.items())
+    )
+
+
+def main() -> None:
+    print(machine())
+    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
+    for row_bytes, batch_bytes in BATCHES:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            filled_cache(Path(folder) / "cache", row_bytes, CACHE_BYTES) as cache,
+        ):
+            measure(cache, batch_bytes // row_bytes, batch_bytes)
+
+
+if __name__ == "__main__":
+    main()

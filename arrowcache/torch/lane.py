@@ -17,7 +17,8 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
 3. Pinned memory and sources do not change, and are not given back to the system, before their copy is over;
    nor is a leaf that moves by a `to` of its own.
 4. An event is recorded on one stream, for ever, and before any wait for it. A staging's is recorded anew when
-   its batch was lent; a stream's, whenever memory that it used becomes free: a later wait waits for more.
+   its batch was lent. Those of readers are recorded once, when their place is found free: where the device
+   lags behind, a later copy waits for no later work, and runs beside it.
 5. The processor waits for a device only with nothing in flight. That is device time, no stall, and has no
    timeout. Only the source's time counts as stall.
 6. The death of a tensor runs no code of this library: weak references without a callback are polled. torch
@@ -79,7 +80,7 @@ class DevicePlace:
 
     memory: ColumnMemory
     stream: Stream  # the owner of the memory
-    users: set[Stream]  # streams that the next copy into it waits for
+    users: dict[Stream, Event]  # after whose work on it the next copy into it begins
     course: Course | None = None  # of the flight in it
     loans: list[weakref.ref[object]] = field(default_factory=list)  # of the storages over it
     reader: Stream = None  # the stream it was lent to
@@ -112,7 +113,6 @@ class Lane:
         self._room: dict[int, int] = {}  # bytes for a column, by its number
         self._stagings: deque[Staging] = deque()  # used in turn: copies end in the order in which they began
         self._moving: list[Staging] = []  # of leaves with a `to` of their own: each is used once
-        self._done: dict[Stream, Event] = {}  # after the work of users of free places
         self._here: Stream = None
         self._streams: set[Stream] = set()  # streams that may have read a batch
         self._call = 0
@@ -149,10 +149,10 @@ class Lane:
                     dead.append((places, place))
                 elif self._call - place.since > _KEPT_CALLS:
                     self._give_away(places, place)
-        for stream in {stream for _, place in dead for stream in (place.reader, self._here)}:
-            self._mark(stream)
+        streams = {stream for _, place in dead for stream in (place.reader, self._here)}
+        done = {stream: self._recorded(None, stream) for stream in streams}
         for places, place in dead:
-            self._reclaim(places, place)
+            self._reclaim(places, place, {stream: done[stream] for stream in (place.reader, self._here)})
 
     def take(self, batch: Any) -> Flight:
         """Take a batch apart. Raises: TypeError: a leaf would lose its values."""
@@ -199,8 +199,8 @@ class Lane:
             places.append(place)
         for place in places:
             place.course = course
-        for user in {user for place in places for user in place.users}:
-            self.backend.wait(self._stream, self._done[user])
+        for event in {event for place in places for event in place.users.values()}:
+            self.backend.wait(self._stream, event)
         if pairs:
             copied, staging.copied = staging.copied, None
             staging.sources = [source for _, source in pairs]
@@ -256,9 +256,6 @@ class Lane:
             free += [partial(self._end, stagings, staging, deadline) for staging in stagings]
         call_all(free)
         return not (self._stagings or self._moving)
-
-    def _mark(self, stream: Stream) -> None:
-        self._done[stream] = self._recorded(self._done.get(stream), stream)
 
     def _recorded(self, event: Event, stream: Stream) -> Event:
         """Record an event, or a new one, after all work given to a stream so far."""
@@ -340,23 +337,22 @@ class Lane:
 
     def _allocate(self, places: list[DevicePlace], nbytes: int) -> DevicePlace:
         memory = ColumnMemory(self.backend.memory(nbytes, self._here))
-        self._mark(self._here)  # it may still work on what was there before
-        places.append(DevicePlace(memory, self._here, {self._here}))
+        done = self._recorded(None, self._here)  # it may still work on what was there before
+        places.append(DevicePlace(memory, self._here, {self._here: done}))
         self.allocations += 1
         return places[-1]
 
-    def _reclaim(self, places: list[DevicePlace], place: DevicePlace) -> None:
-        """Let a place be reused, whose tensors have died, after the present work of its users."""
-        place.users, place.since = {place.reader, self._here}, self._call
+    def _reclaim(self, places: list[DevicePlace], place: DevicePlace, users: dict[Stream, Event]) -> None:
+        """Let a place be reused, whose tensors have died, after the work of its users until now."""
+        place.users, place.since = users, self._call
         place.loans = []  # last: an interrupted call is repeated
         if sum(not each.loans for each in places) > self._depth + 2:
             self._give_up(places, place)
 
     def _give_up(self, places: list[DevicePlace], place: DevicePlace) -> None:
         """Free a place that is not lent; its stream goes on after its copies and users."""
-        self._mark(self._stream)
-        for user in (self._stream, *place.users):
-            self.backend.wait(place.stream, self._done[user])
+        for event in (self._recorded(None, self._stream), *place.users.values()):
+            self.backend.wait(place.stream, event)
         places.remove(place)
 
     def _give_away(self, places: list[DevicePlace], place: DevicePlace) -> None:

@@ -98,6 +98,46 @@ def test_the_processor_waits_for_the_device_only_with_nothing_in_flight(fake):
     assert fake.clock > 0
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_copies_run_beside_the_work_of_a_device_that_lags_behind(fake, depth):
+    """A step there ends when the processor has nothing else to do; copies take no time. Seen on a GPU."""
+    copied, ahead = 0, []
+
+    def copies_run() -> None:
+        nonlocal copied
+        (stream,) = (each for each in fake.streams if each is not fake.default)
+        while stream.todo:
+            is_copy = stream.todo[0][0] == "do" if isinstance(stream.todo[0], tuple) else False
+            if not fake.step(stream):
+                return
+            copied += is_copy
+
+    def a_step_ends() -> None:
+        is_step = False
+        while fake.default.todo and not is_step:
+            copies_run()
+            operation = fake.default.todo[0]
+            if not fake.step(fake.default):
+                return
+            is_step = isinstance(operation, tuple) and operation[0] == "do"
+        if is_step:
+            ahead.append(copied - len(ahead) - 1)
+
+    with DevicePrefetcher([torch.full((MIB,), float(number)) for number in range(20)], "fake", depth) as them:
+        for number, batch in enumerate(them):
+            fake.read(batch, torch.full((MIB,), float(number)))
+        fake.finish()  # from now on all memory is there
+        fake.is_stuck, fake.on_pause = True, a_step_ends
+        for number, batch in enumerate(them):
+            fake.read(batch, torch.full((MIB,), float(number)))
+        del batch
+        while len(ahead) < 20:
+            a_step_ends()
+        fake.is_stuck, fake.on_pause = False, lambda: None
+    assert fake.errors == []
+    assert min(ahead[:-1]) >= 1, "the next batch was not on its way while one was used"
+
+
 def test_ctrl_c_ends_a_wait_for_a_device_that_is_stuck(fake):
     def on_pause() -> None:
         raise KeyboardInterrupt

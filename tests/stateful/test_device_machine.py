@@ -360,12 +360,18 @@ def test_no_read_sees_another_batch_in_storms(part):
 LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait, or with less of one
     "the consumer waits for the copy": ("self.backend.wait(here, flight.copied)", "pass"),
     "the consumer waits for what was made on the device": ("self.backend.wait(here, event)", "pass"),
-    "the copy waits for readers": ("self.backend.wait(self._stream, self._done[user])", "pass"),
-    "for the one that the batch was lent to": ("{place.reader, self._here}", "{self._here}"),
-    "for the one that is current": ("{place.reader, self._here}", "{place.reader}"),
+    "the copy waits for readers": ("self.backend.wait(self._stream, event)", "pass"),
+    "for the one that the batch was lent to": (
+        "done[stream] for stream in (place.reader, self._here)",
+        "done[stream] for stream in (self._here,)",
+    ),
+    "for the one that is current": (
+        "done[stream] for stream in (place.reader, self._here)",
+        "done[stream] for stream in (place.reader,)",
+    ),
     "for what new memory was used for before": (
-        "(memory, self._here, {self._here})",
-        "(memory, self._here, set())",
+        "(memory, self._here, {self._here: done})",
+        "(memory, self._here, {})",
     ),
     "the processor waits for the copy out of a staging": (
         "if not self.backend.query(staging.copied)",
@@ -375,8 +381,11 @@ LEFT_OUT = {  # a part of lane.py or deferred.py, and what it is without a wait,
         "copied, staging.copied = staging.copied, None",
         "copied = staging.copied",
     ),
-    "memory is freed after readers": ("(self._stream, *place.users)", "(self._stream,)"),
-    "memory is freed after copies": ("(self._stream, *place.users)", "place.users"),
+    "memory is freed after readers": (", *place.users.values())", ",)"),
+    "memory is freed after copies": (
+        "(self._recorded(None, self._stream), *place.users.values())",
+        "place.users.values()",
+    ),
     "memory that is given away after its reader": (
         "self.backend.retain(place.memory.whole, place.reader)",
         "pass",

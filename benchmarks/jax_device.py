@@ -2,6 +2,7 @@
 
 Question: GB/s of `arrowcache.jax.Loader`, over `jax.device_put` of batches that are ready in memory, and over
 the loader without a device; seconds a step over max(copy, compute), beside a step that puts its batch itself.
+First, what comes is compared with the host's, also batches that were kept meanwhile.
 Method: rows of 1 KiB and 64 KiB in memory, shuffled, batches of 4 and of 32 MB; compute is matrix products
 that take about as long as the copy. `block_until_ready` at a turn's end; cases take turns; medians.
 Run: `python -m benchmarks.jax_device`, on JAX's default device. Results: benchmarks/RESULTS.md.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,17 @@ def compute_for(seconds: float) -> Callable[[jax.Array], jax.Array]:
         return time.perf_counter() - started
 
     return products(max(1, round(seconds / ((taken(210) - taken(10)) / 200))))
+
+
+def require_right(cache: ac.Cache, batch_rows: int) -> None:
+    """Compare two epochs with the host's, while the last batches are kept."""
+    kept: deque[tuple[Any, Any]] = deque(maxlen=8)
+    with arrowcache.jax.Loader(cache, batch_rows) as ours, ac.Loader(cache, batch_rows) as host:
+        for _ in range(2):
+            for batch, expected in zip(ours, host, strict=True):
+                kept.append((batch, {name: values.copy() for name, values in expected.items()}))
+                for name, values in kept[0][1].items():
+                    assert np.array_equal(kept[0][0][name], values), f"values of {name!r} differ"
 
 
 def measure(cache: ac.Cache, batch_rows: int, batch_bytes: int) -> None:
@@ -103,6 +116,7 @@ def main() -> None:
             tempfile.TemporaryDirectory() as folder,
             filled_cache(Path(folder) / "cache", row_bytes, CACHE_BYTES) as cache,
         ):
+            require_right(cache, batch_bytes // row_bytes)
             measure(cache, batch_bytes // row_bytes, batch_bytes)
 
 

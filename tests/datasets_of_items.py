@@ -86,7 +86,7 @@ KINDS = {
     "arrays": pairs(lambda n: np.full((2, 3), n, np.int16)),
     "arrays without dimensions": pairs(lambda n: np.array(float(n))),
     "scalars of NumPy": pairs(np.float32),
-    "days": pairs(lambda n: np.datetime64("2026-01-01") + n),
+    "days": pairs(lambda n: np.datetime64("2026-01-01") + np.timedelta64(n, "D")),
     "ints": [2**60, 1, -5],
     "floats": [0.1, float("inf"), -3.0],
     "bools": [True, False, True],

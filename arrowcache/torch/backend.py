@@ -136,6 +136,7 @@ class Accelerator(Backend):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index  # torch takes microseconds to find it in a device, several times a batch
         self._module: Any = torch.get_device_module(device)
         self._registered = Registered(self) if device.type == "cuda" else None
 
@@ -147,7 +148,7 @@ class Accelerator(Backend):
         return self._module.Stream(self.device)
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
-        return self._module.current_stream(self.device if device is None else device)
+        return self._module.current_stream(self._index if device is None else device)
 
     def event(self) -> Event:
         return self._module.Event()
@@ -159,11 +160,11 @@ class Accelerator(Backend):
         stream.wait_event(event)
 
     def query(self, event: Event) -> bool:
-        with self._module.device(self.device):  # torch asks for the thread's device, and may wake it up
+        with self._module.device(self._index):  # torch asks for the thread's device, and may wake it up
             return bool(event.query())
 
     def memory(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        with self._module.device(self.device), self._module.stream(stream):
+        with self._module.device(self._index), self._module.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def retain(self, memory: torch.Tensor, stream: Stream) -> None:
@@ -178,7 +179,7 @@ class Accelerator(Backend):
             memory = self._registered.allocate(nbytes)
             if self._registered.reads(memory):
                 return memory
-        with self._module.device(self.device):
+        with self._module.device(self._index):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def can_read(self, source: torch.Tensor) -> bool:
@@ -190,19 +191,24 @@ class Accelerator(Backend):
         return isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type
 
     def pinned(self, leaf: Any) -> Any:
-        with self._module.device(self.device):
+        with self._module.device(self._index):
             return pinned(leaf)
 
     def moved(self, leaf: Any) -> Any:
         return move(leaf, self.device, waits=False)
 
     def copy(self, pairs: Pairs, stream: Stream) -> None:
-        with self._module.device(self.device), self._module.stream(stream):
-            for into, source in pairs:
-                into.copy_(source, non_blocking=True)
+        with self._module.device(self._index):
+            before = self.current_stream()
+            try:  # torch's context of a stream takes longer than a copy
+                self._module.set_stream(stream)
+                for into, source in pairs:
+                    into.copy_(source, non_blocking=True)
+            finally:
+                self._module.set_stream(before)
 
     def select(self, pairs: Pairs, rows: torch.Tensor, stream: Stream) -> None:
-        with self._module.device(self.device), self._module.stream(stream):
+        with self._module.device(self._index), self._module.stream(stream):
             super().select(pairs, rows, stream)
 
     def free_bytes(self) -> int | None:
@@ -218,7 +224,7 @@ class Accelerator(Backend):
         self._succeeds(lambda: self._module.cudart().cudaHostUnregister(address))
 
     def _succeeds(self, call: Callable[[], Any]) -> bool:
-        with self._module.device(self.device):
+        with self._module.device(self._index):
             if int(call()) == 0:
                 return True
             with suppress(RuntimeError):  # the next kernel raises the error, which nobody else may meet

@@ -140,7 +140,8 @@ class Lane:
         self._here = self.backend.current_stream()
         self._streams.add(self._here)
         for staging in self._stagings:
-            self._is_read(staging)
+            if not self._is_read(staging):  # nor are those behind it
+                break
         self._moving = [staging for staging in self._moving if not self._is_read(staging)]
         dead = []
         for places in self._columns.values():

@@ -34,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import arrowcache as ac
 import arrowcache.jax as aj
 
+jax.config.update("jax_platforms", "cpu")  # a GPU has benchmarks.jax_device
 jax.config.update("jax_num_cpu_devices", 8)  # before the first array
 
 ABILITIES = frozenset({"transform", "ids", "ranks", "one epoch", "close", "state", "tokens"})

@@ -50,22 +50,25 @@ class Module:
         return 0
 
     @contextmanager
-    def device(self, device):
+    def device(self, index):
         before = self.current
-        self._go_to(device.index)
+        self._go_to(index)
         yield
         self.current = before  # awake or not: `_maybe_exchange_device`
 
     @contextmanager
     def stream(self, stream):
         before, there = self.current, self.streams.get(stream[0], "default")
-        self._set_stream(stream)
+        self.set_stream(stream)
         yield
         if before != stream[0]:
-            self._set_stream((stream[0], there))
-        self._set_stream((before, self.streams.get(before, "default") if before != stream[0] else there))
+            self.set_stream((stream[0], there))
+        self.set_stream((before, self.streams.get(before, "default") if before != stream[0] else there))
 
-    def _set_stream(self, stream):
+    def current_stream(self, index):
+        return index, self.streams.get(index, "default")
+
+    def set_stream(self, stream):
         index, name = stream
         if index != self.current:
             self._go_to(index)

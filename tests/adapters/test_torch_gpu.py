@@ -55,6 +55,7 @@ def test_all_memory_comes_back():
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # there is one cycle
 def test_copies_run_beside_the_compute():
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with DevicePrefetcher(list(source(20, pinned=True)), "cuda") as prefetcher:

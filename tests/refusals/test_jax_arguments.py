@@ -16,6 +16,7 @@ import arrowcache.jax as aj
 
 from .test_arguments import LOADERS, Refusal, left, named
 
+jax.config.update("jax_platforms", "cpu")  # a GPU has benchmarks.jax_device
 jax.config.update("jax_num_cpu_devices", 8)  # before the first array
 
 

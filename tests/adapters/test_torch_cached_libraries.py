@@ -129,6 +129,7 @@ def test_a_stateful_dataloader_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_datamodule_of_lightning(tmp_path):
     if importlib.util.find_spec("mpi4py") is not None and not find_library("mpi"):

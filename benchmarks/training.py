@@ -4,7 +4,7 @@ Question: images a second of training steps whose batches come from `arrowcache.
 over steps on a batch that lies on the device; and of torch's DataLoader over a memory-mapped file of the same
 images: in this process, and by WORKERS processes with pinned memory.
 Method: images of 3 x 224 x 224 uint8 in memory, shuffled, batches of 256; a small residual network in
-bfloat16, forward, backward and SGD, of three widths, so that a step takes some multiples of a batch's copy.
+bfloat16, forward, backward and SGD, of two widths, so that a step takes some multiples of a batch's copy.
 torch's Dataset gathers a whole batch at once, which is its fast way. The device is synchronized at a turn's
 ends; STEPS a turn, of epochs that follow without a seam where a loader can; cases take turns; medians.
 Processor seconds are those of all threads of this process; those of workers are not counted.
@@ -27,9 +27,9 @@ import arrowcache as ac
 from arrowcache.torch import Loader
 from benchmarks.measure import cpu_seconds, interleaved, machine
 
-IMAGES, SHAPE, CLASSES = 8192, (3, 224, 224), 1000
-BATCH_ROWS, STEPS, REPEATS, WORKERS = 256, 60, 3, 8
-WIDTHS = (16, 64, 160)
+IMAGES, SHAPE, CLASSES = 4096, (3, 224, 224), 1000
+BATCH_ROWS, STEPS, REPEATS, WORKERS = 256, 40, 3, 8
+WIDTHS = (16, 160)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -218,18 +218,6 @@ class FakeDevice:
         for into, source in pairs:
             self._copy(into, source, stream)
 
-    def select(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: torch.Tensor, stream: Stream
-    ) -> None:
-        self._call("select")
-        assert rows.dtype == torch.int64
-        assert rows.is_contiguous()
-        for into, source in pairs:
-            self._select(into, source, rows, stream)
-
-    def free_bytes(self) -> int:
-        return self.most_bytes - self.memory_bytes
-
     # What a test calls.
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -350,29 +338,6 @@ class FakeDevice:
                 self.errors.append("a source was freed before its copy")
             else:
                 ctypes.memmove(target, start, nbytes)
-
-        self._enqueue(stream, ("do", run))
-
-    def _select(self, into: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, stream: Stream) -> None:
-        assert (into.dtype, into.shape) == (source.dtype, (len(rows), *source.shape[1:]))
-        assert into.is_contiguous()
-        assert source.is_contiguous()
-        nbytes, count, most = source[:1].nbytes, len(rows), len(source)
-        target, start, numbers = into.data_ptr(), source.data_ptr(), rows.data_ptr()
-        base = into.untyped_storage().data_ptr()
-        assert self._has(target)
-        assert self._has(start)
-        assert self._has(numbers)
-
-        def run() -> None:
-            if base in self._used_by_others:
-                self.errors.append("rows were selected into memory that was freed, and others use")
-            found = np.frombuffer(ctypes.string_at(numbers, 8 * count), np.int64)
-            if (found < 0).any() or (found >= most).any():
-                self.errors.append(f"rows {found[:4]} were selected of {most}")
-                return
-            for place, row in enumerate(found.tolist()):
-                ctypes.memmove(target + place * nbytes, start + row * nbytes, nbytes)
 
         self._enqueue(stream, ("do", run))
 

@@ -37,7 +37,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 from cosmic_ray.testing import run_tests
 
 ROOT = Path(__file__).parents[1]
-READING = "mapped membership order plan portion ranks segment_arrays shuffle snapshot supply window filling"
+READING = "mapped membership order plan portion ranks segment_arrays shuffle snapshot supply"
 FILES = [f"reading/{name}.py" for name in READING.split()]
 FILES += sorted(f"storage/{path.name}" for path in ROOT.glob("arrowcache/storage/[!_]*.py"))
 FORKS = "../fork/test_inherited.py"
@@ -67,7 +67,6 @@ TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "reading/shuffle.py": "reading/test_shuffle.py reading/test_order.py",
     "reading/snapshot.py": f"reading/test_snapshot.py reading/test_view.py {FORKS}",
     "reading/supply.py": "reading/test_epoch.py reading/test_patience.py reading/test_stats.py",
-    "reading/window.py": "reading/test_filling.py ../adapters/test_torch_window.py",
 }
 PYTEST = "-m pytest -qx --timeout 60 --hypothesis-seed 0 -p no:cacheprovider -p no:xdist"
 # Identity in place of a value, or the reverse.

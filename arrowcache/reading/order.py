@@ -128,38 +128,6 @@ class EvenOrder(Order):
     def position_after(self, steps: int) -> int:
         """Return the epoch's position after a number of steps of all ranks."""
 
-    # The line: the rows of all passes, one pass after another, oldest segment first in each.
-
-    def in_line(self, step: int) -> NDArray[np.int64] | None:
-        """Return this rank's rows of a step, as numbers in the line, or None if some are padding.
-
-        Row `i` of pass `n` has the number `n * rows of a pass + i`.
-        """
-        first, numbers = (
-            step * self.step_rows + self._shard.rank * self.batch_size,
-            self.numbers(step, step + 1),
-        )
-        last = first + len(numbers)
-        return None if last > self.rows else numbers + self._rows_before(first, last)
-
-    def span_in_line(self, step: int) -> range:
-        """Return the part of the line in use at a step, of all ranks together, without padding.
-
-        Nothing before `start` is read by this step or later ones, nothing from `stop` on by this step or
-        earlier ones.
-        """
-        first = self.position_after(step)
-        last = max(first, self.position_after(step + 1) - 1)
-        return range(self._in_use(first).start, self._in_use(last).stop)
-
-    @abstractmethod
-    def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the rows of earlier passes, for each of rows first..last-1 of the remaining stream."""
-
-    @abstractmethod
-    def _in_use(self, position: int) -> range:
-        """Return the part of the line in use at a position of the planned stream."""
-
 
 class EpochOrder(EvenOrder):
     """The order of a plan whose segments are all present; padding repeats the epoch's first rows."""
@@ -167,7 +135,7 @@ class EpochOrder(EvenOrder):
     def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
         super().__init__(plan, plan.stream_rows - plan.position, batch_size, shard, drop_last)
         self.selected = plan.selected
-        self._segments, self._starts = range(len(plan.rows)), starts_of(plan.counts)
+        self._segments = range(len(plan.rows))
         self._pass_rows = plan.pass_rows
         self._start, self._end = plan.position, plan.stream_rows
         self._pass = lru_cache(maxsize=2)(plan.row_order)  # the current and the next one
@@ -208,20 +176,6 @@ class EpochOrder(EvenOrder):
             return self._segments
         order, before = self._pass(number), number * self._pass_rows
         return self._segments[order.span(first - before).start : order.span(last - before).stop]
-
-    def pass_span(self, position: int) -> tuple[int, range]:
-        """Return the pass at a position, and the segments in use there by this pass."""
-        number, place = divmod(position, self._pass_rows)
-        return number, self._pass(number).span(place)
-
-    def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        positions = self.positions(first, last)
-        return positions - positions % self._pass_rows
-
-    def _in_use(self, position: int) -> range:
-        number, span = self.pass_span(position)
-        before = number * self._pass_rows
-        return range(before + int(self._starts[span.start]), before + int(self._starts[span.stop]))
 
 
 class Present:
@@ -331,14 +285,6 @@ class ResumedOrder(EvenOrder):
         spans = [self._planned.segments_span(position) for position in (first, max(first, last))]
         start, stop = min(span.start for span in spans), max(span.stop for span in spans)  # of two passes
         return range(int(before[start]), int(before[stop]))
-
-    def _rows_before(self, first: int, last: int) -> NDArray[np.int64]:
-        return self.positions(first, last) // self._pass_rows * self._present.rows
-
-    def _in_use(self, position: int) -> range:
-        number, span = self._planned.pass_span(position)
-        before, starts = number * self._present.rows, self._present.starts
-        return range(before + int(starts[span.start]), before + int(starts[span.stop]))
 
 
 class ResumedSteps(EpochOrder):

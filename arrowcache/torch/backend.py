@@ -1,8 +1,7 @@
 """Backend: the few device calls that copying batches needs.
 
 All use of streams, events and memory is here, so that lane.py is the same code on every accelerator, on the
-CPU, and on a device in software in the tests. A backend decides nothing: lane.py and window.py decide the
-order of waits.
+CPU, and on a device in software in the tests. A backend decides nothing: lane.py decides the order of waits.
 
 `Backend` documents each call, and is the CPU. `Accelerator` is any device with streams, through
 `torch.get_device_module` (CUDA, ROCm, XPU).
@@ -109,19 +108,6 @@ class Backend:
         for into, source in pairs:
             into.copy_(source)
 
-    def select(self, pairs: Pairs, rows: torch.Tensor, stream: Stream) -> None:  # noqa: ARG002
-        """Copy rows of tensors (second) into others (first, of as many), in the stream's order.
-
-        Args:
-            rows: (n,) int64. All tensors are on the device.
-        """
-        for into, source in pairs:
-            torch.index_select(source, 0, rows, out=into)
-
-    def free_bytes(self) -> int | None:
-        """Return the free memory of the device, roughly, or None if unknown."""
-        return None
-
 
 class Accelerator(Backend):
     """A device with streams of its own.
@@ -206,16 +192,6 @@ class Accelerator(Backend):
                     into.copy_(source, non_blocking=True)
             finally:
                 self._module.set_stream(before)
-
-    def select(self, pairs: Pairs, rows: torch.Tensor, stream: Stream) -> None:
-        with self._module.device(self._index), self._module.stream(stream):
-            super().select(pairs, rows, stream)
-
-    def free_bytes(self) -> int | None:
-        if not hasattr(self._module, "mem_get_info"):
-            return None
-        cached = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
-        return int(self._module.mem_get_info(self.device)[0] + cached)
 
     def register(self, address: int, nbytes: int) -> bool:
         return self._succeeds(lambda: self._module.cudart().cudaHostRegister(address, nbytes, _PORTABLE))

@@ -150,17 +150,12 @@ class DevicePrefetcher(Closable):
         """The devices of the batches."""
         return [lane.backend.device for lane in self._lanes]
 
-    @property
-    def backend(self) -> Backend:
-        """The backend of the (first) device."""
-        return self._lanes[0].backend
-
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """Return (nbytes,) on the host, for the package's own use.
 
         Arrays over it go to the (first) device without another copy.
         """
-        return self.backend.host_memory(nbytes).numpy()
+        return self._lanes[0].backend.host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:
         """Return counts of lent batches, and of the memory for them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.schema import Ragged
@@ -14,7 +13,6 @@ from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderArguments, spelled_out
 from arrowcache.reading.stream import BatchStream
-from arrowcache.reading.window import WindowAssembly
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.cached_dataset import CachedDataset
 from arrowcache.torch.cached_loader import CachedLoader
@@ -22,7 +20,6 @@ from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.tensors import import_nested, to_tensor
-from arrowcache.torch.window import Ring, WindowDelivery, WindowEpoch
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -44,14 +41,11 @@ class Loader(NumpyLoader):
             are gathered, also by worker processes, into memory from which the device copies large columns
             itself; small ones, and columns elsewhere (views, results of transforms), are copied to such
             memory first. Only waits for rows count as stall, and have a timeout; waits for a busy device do
-            not. With shuffle="window" and `window_bytes`, without a transform or workers, rows are copied in
-            the order of their files and shuffled on the device: the same batches, bit for bit. This takes
-            memory for two windows on the device, at once, and each rank copies the rows of all ranks. Columns
-            without a fixed width are gathered on the host.
+            not.
 
     Keeping a tensor is safe: it is not overwritten while it or a view of it lives.
     Raises: as `arrowcache.Loader`; ValueError: a device that does not exist here. A step raises
-        torch.OutOfMemoryError where the device has no memory for two windows, or for a batch.
+        torch.OutOfMemoryError where the device has no memory for a batch.
 
     Text and bytes come as lists; a ragged column as a nested tensor of jagged layout;
     timestamps as int64 microseconds since 1970; bfloat16 as torch.bfloat16.
@@ -60,7 +54,6 @@ class Loader(NumpyLoader):
     """
 
     _prefetcher: DevicePrefetcher | None = None  # also if the constructor fails
-    _ring: Ring | None = None  # where the device shuffles
 
     @spelled_out(LoaderArguments)
     def __new__(  # noqa: PYI034  # of a CachedDataset it is a CachedLoader
@@ -95,21 +88,8 @@ class Loader(NumpyLoader):
             import_nested()  # or the first batch would wait for it
 
     def device_stats(self) -> PrefetcherStats | None:
-        """Return counts of the copies to the device, or None without a device.
-
-        If the device shuffles, `device_bytes` has the two windows, and `bytes` counts rows copied to it.
-        """
-        if self._prefetcher is None:
-            return None
-        stats, ring = self._prefetcher.stats(), self._ring
-        if ring is None:
-            return stats
-        return replace(
-            stats,
-            batches=ring.batches,
-            device_bytes=stats.device_bytes + ring.nbytes,
-            device_allocations=stats.device_allocations + ring.allocations,
-        )
+        """Return counts of the copies to the device, or None without a device."""
+        return None if self._prefetcher is None else self._prefetcher.stats()
 
     def close(self) -> None:
         """End the epoch, the threads and processes of workers, and release device memory. Idempotent.
@@ -119,22 +99,13 @@ class Loader(NumpyLoader):
         try:
             super().close()
         finally:
-            if self._ring is not None:
-                self._ring.drop()
             if self._prefetcher is not None:
                 self._prefetcher.close()
 
     def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
-        options, prefetcher, fixed = self._options, self._prefetcher, self._store.settings.schema.fixed.keys()
-        if prefetcher is None:
-            return super()._new_assembly(memory)
-        memory = Memory(prefetcher.host_memory)
-        is_plain = options.transform is None and not options.workers
-        if options.window_bytes is None or not is_plain or not fixed & {*options.names}:
-            return super()._new_assembly(memory)
-        assembly = WindowAssembly(self._store, options, self._meter, memory)
-        self._ring = Ring(prefetcher.backend, assembly.ring_rows)
-        return assembly
+        if self._prefetcher is not None:
+            memory = Memory(self._prefetcher.host_memory)
+        return super()._new_assembly(memory)
 
     def _membership(self, *, begins: bool) -> Membership | None:
         return membership_now(self._options, begins=begins)
@@ -144,13 +115,7 @@ class Loader(NumpyLoader):
             return super()._hand_out(stream)
         if self._prefetcher.is_inherited():  # the devices belong to the process that forked this one
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
-            if self._ring is not None:
-                self._ring = Ring(self._prefetcher.backend, self._ring.rows)
-        seconds, ring = self._options.timeout, self._ring
-        if ring is None:
-            return self._prefetcher.over(Delivery(stream, seconds, self._finish))
-        delivery = WindowDelivery(stream, seconds, self._finish)
-        return WindowEpoch(delivery, self._prefetcher.over(delivery), ring, self._options.names)
+        return self._prefetcher.over(Delivery(stream, self._options.timeout, self._finish))
 
     def _finish(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):

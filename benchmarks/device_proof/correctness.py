@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +20,7 @@ STORM_SECONDS, STORM_STEPS = 20.0, 120
 SANITIZED_STEPS = (
     60  # no batch is kept for so long that torch's allocator orders its memory: that is not seen
 )
-LOADER_SECONDS, WINDOW_SECONDS = 15.0, 15.0
-SMALL_SEGMENT = "512KiB"  # windows are of several
+LOADER_SECONDS = 15.0
 _LONGEST_SLEEP_SECONDS = 2e-3
 _MOST_KEPT = 12
 SHUFFLES = ("rows", "window", "blocks", None)
@@ -163,50 +161,6 @@ def _loader_of(trial: Trial, cache: ac.Cache, shuffle: str | None, transform: An
     return count
 
 
-def window(target: Target) -> str:
-    """Rows that the device shuffles, beside the host's; the consumer changes streams, and keeps some."""
-    batches, trials = 0, 0
-    with cache_of_numbers(segment_bytes=SMALL_SEGMENT) as cache:
-        for trial in target.trials(WINDOW_SECONDS):
-            batches += _window_of(trial, cache)
-            trials += 1
-    return f"{batches} batches of {trials} trials, in the host's order, on {len(trial.streams)} streams"
-
-
-def _window_of(trial: Trial, cache: ac.Cache) -> int:
-    options: dict[str, Any] = {
-        "shuffle": "window",
-        "window_bytes": trial.chance.choice(["3MiB", "4MiB"]),
-        "seed": trial.chance.randrange(99),
-        "drop_last": False,
-    }
-    kept: deque[tuple[Any, torch.Tensor, Stream]] = deque(maxlen=_MOST_KEPT)
-    with Loader(cache, 24, device=trial.device, **options) as ours, Loader(cache, 24, **options) as plain:
-        count = 0
-        for _ in range(2):
-            batches = iter(ours)
-            for expected in plain:
-                rows, stream = expected["y"].clone(), trial.chance.choice(trial.streams)
-                with trial.on(stream):
-                    batch = next(batches)
-                    trial.sleep(trial.chance.random() * _LONGEST_SLEEP_SECONDS)
-                    for tensor in batch.values():
-                        trial.read(tensor, rows)
-                if not count and ours.device_stats().device_bytes < 6 << 20:  # those of batches take less
-                    raise Wrong("no two windows were on the device")
-                kept.append((batch, rows, stream))
-                batch, rows, stream = trial.chance.choice(kept)
-                with trial.on(stream):
-                    trial.read(batch["x"], rows)
-                count += 1
-            for _ in batches:
-                raise Wrong("there were more batches than the host's")
-        kept.clear()
-        del batch
-    trial.finish()
-    return count
-
-
 def registered(target: Target) -> str:
     """Slots of the loader, which the device reads by itself."""
     return _read_in_place(target, 1, {})
@@ -304,8 +258,7 @@ def copies(target: Target) -> str:
 
 def synchronization(target: Target) -> str:
     """Nothing waits for the device, on the way or in what is handed over."""
-    small = cache_of_numbers(segment_bytes=SMALL_SEGMENT)
-    with target.trial(is_fast=True) as trial, small as cache, _no_synchronization(target):
+    with target.trial(is_fast=True) as trial, cache_of_numbers() as cache, _no_synchronization(target):
         taken = 0
         with DevicePrefetcher(_mixed(), trial.device) as prefetcher:
             for batch in prefetcher:
@@ -314,16 +267,14 @@ def synchronization(target: Target) -> str:
                 if getattr(batch["ragged"], "_maybe_max_seqlen", 0) is None:
                     raise Wrong("a ragged column came without its longest row: a kernel would wait for it")
                 taken += 1
-        shuffles: list[dict[str, Any]] = [{}, {"shuffle": "window", "window_bytes": "2MiB"}]
-        for options in shuffles:
-            with Loader(cache, BATCH_ROWS, device=trial.device, **options) as batches:
-                for _ in range(3):
-                    taken += sum(1 for _ in batches)
+        with Loader(cache, BATCH_ROWS, device=trial.device) as batches:
+            for _ in range(3):
+                taken += sum(1 for _ in batches)
         waited = trial.waited(prefetcher.stats().device_seconds)
         if not target.is_gpu and waited:
             raise Wrong(f"the processor waited {waited} s for a device that was done with its copies")
         del batch
-    return f"{taken} batches, of tensors, arrays and ragged columns, of a prefetcher and of loaders"
+    return f"{taken} batches, of tensors, arrays and ragged columns, of a prefetcher and of a loader"
 
 
 def _mixed() -> Iterator[dict[str, Any]]:

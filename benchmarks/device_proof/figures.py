@@ -24,7 +24,6 @@ from benchmarks.measure import cpu_seconds, filled_cache, interleaved
 
 STEPS = {1: 400, 32: 60, 256: 16}  # by megabytes a batch
 ROW_BYTES, SHUFFLES = (1 << 10, 1 << 16, 1 << 20), ("rows", "window")
-SHUFFLED_ROW_BYTES = (1 << 8, 1 << 10, 1 << 16)
 BATCH_BYTES = 4 << 20
 CACHE_BYTES, CACHE_WITHOUT_GPU = 256 << 20, 16 << 20
 REPEATS = 3
@@ -89,39 +88,14 @@ def rates(target: Target) -> str:
     return "\n".join(said)
 
 
-def windows(target: Target) -> str:
-    """Windows of a quarter of the cache, shuffled on the device; and the default, gathered on the host."""
-    nbytes = CACHE_BYTES if target.is_gpu else CACHE_WITHOUT_GPU
-    segment_bytes = f"{nbytes >> 15}KiB"  # eight a window
-    said = []
-    for row_bytes in SHUFFLED_ROW_BYTES:
-        with (
-            tempfile.TemporaryDirectory(prefix="device-proof-") as folder,
-            filled_cache(Path(folder) / "cache", row_bytes, nbytes, segment_bytes) as cache,
-        ):
-            for window_bytes in (nbytes // 4, None):
-                where = "gathered on the host" if window_bytes is None else "shuffled on the device"
-                rate = _rate(target, cache, row_bytes, nbytes, "window", window_bytes)
-                said.append(f"{where}: {rate}")
-    return "\n".join(said)
-
-
-def _rate(
-    target: Target,
-    cache: ac.Cache,
-    row_bytes: int,
-    cache_bytes: int,
-    shuffle: str,
-    window_bytes: int | None = None,
-) -> str:
+def _rate(target: Target, cache: ac.Cache, row_bytes: int, cache_bytes: int, shuffle: str) -> str:
     """A turn is as many bytes as the cache has, of epochs that follow without a seam."""
     batch_rows = max(8, BATCH_BYTES // row_bytes)
     count = cache_bytes // (batch_rows * row_bytes)
-    options: dict[str, Any] = {"shuffle": shuffle, "window_bytes": window_bytes}
     used: list[float] = []
     with (
-        Loader(cache, batch_rows, device=target.device, **options) as ours,
-        Loader(cache, batch_rows, **options) as host,
+        Loader(cache, batch_rows, device=target.device, shuffle=shuffle) as ours,
+        Loader(cache, batch_rows, shuffle=shuffle) as host,
     ):
         to_device, on_host = ours.repeat(), host.repeat()
 

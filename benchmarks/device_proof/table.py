@@ -23,7 +23,6 @@ def checks(trace: Path | None = None) -> list[Check]:
             60,
         ),
         Check("loader", "every order of a loader arrives, bit for bit the host's", correctness.loader, 60),
-        Check("window", "rows that the device shuffles are the host's, bit for bit", correctness.window, 60),
         Check("registered", "slots of a loader are read where they are", correctness.registered, 40),
         Check("workers", "slots of worker processes are read where they are", correctness.workers, 40),
         Check("items", "a slow dataset's items arrive, made or cached", loaders.of_items, 60),
@@ -52,6 +51,5 @@ def checks(trace: Path | None = None) -> list[Check]:
         ),
         Check("hidden", "copies' time under kernels", hidden, 40, None, is_figure=True),
         Check("rates", "the loader end to end", figures.rates, 60, CPU, is_figure=True),
-        Check("windows", "shuffled there, over gathered here", figures.windows, 60, CPU, is_figure=True),
         Check("python", "what a batch costs Python", figures.python, 20, CPU, is_figure=True),
     ]

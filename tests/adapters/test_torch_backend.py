@@ -113,23 +113,6 @@ def test_a_device_wakes_up_no_other(module, monkeypatch, call):
     assert (module.current, module.streams.get(1, "default")) == (0, "default")
 
 
-def test_rows_are_selected_on_the_device_and_stream_and_wake_no_other(module, monkeypatch):
-    accelerator, found = Accelerator(torch.device("cuda", 1)), []
-    select = torch.index_select
-
-    def index_select(*arguments, **options):
-        found.append((module.current, module.streams.get(1, "default")))
-        return select(*arguments, **options)
-
-    monkeypatch.setattr(torch, "index_select", index_select)
-    source, into = torch.arange(12).reshape(6, 2), torch.zeros(3, 2, dtype=torch.int64)
-    accelerator.select([(into, source)], torch.tensor([4, 0, 4]), (1, "steps"))
-    assert into.tolist() == [[8, 9], [0, 1], [8, 9]]
-    assert found == [(1, "steps")]
-    assert module.awake == {1}
-    assert (module.current, module.streams.get(1, "default")) == (0, "default")
-
-
 def test_an_event_is_asked_on_its_device(module):
     class Event:
         def query(self):
@@ -139,14 +122,6 @@ def test_an_event_is_asked_on_its_device(module):
     assert Accelerator(torch.device("cuda", 1)).query(Event())
     assert module.awake == {1}
     assert module.current == 0
-
-
-def test_free_memory_is_what_no_tensor_has(module):
-    accelerator = Accelerator(torch.device("cuda", 1))
-    assert accelerator.free_bytes() is None, "some devices do not say"
-    module.mem_get_info = lambda device: (1000, 9000)
-    module.memory_reserved, module.memory_allocated = (lambda device: 500), (lambda device: 400)
-    assert accelerator.free_bytes() == 1100
 
 
 def test_pinned_memory_is_our_own_and_unregistered_before_it_ends(module):

@@ -63,6 +63,13 @@ def test_the_fake_finds_a_slot_that_is_used_again_too_early(cache, fake):
     fake.errors.clear()
 
 
+def test_a_window_of_a_given_size_is_shuffled_as_without_a_device(cache):
+    options = {"shuffle": "window", "window_bytes": "20KiB"}
+    with Loader(cache, 16, device="cpu", **options) as loader, Loader(cache, 16, **options) as plain:
+        for _ in range(2):
+            assert [ids_of([batch]) for batch in loader] == [ids_of([batch]) for batch in plain]
+
+
 def test_what_was_made_elsewhere_is_staged(cache, fake):
     def transform(batch):
         return {"id": batch["id"], "half": batch["image"] / 2}

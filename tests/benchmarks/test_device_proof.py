@@ -143,13 +143,11 @@ class Boundless(FakeTrial):
 SLOW = pytest.mark.slow
 BROKEN = {
     "a loader's slots are used again too early": ("loader", {"leave_out": ["query"]}, ""),
-    "those of a window": ("window", {"leave_out": ["query"]}, ""),
     "those of a dataset's items": ("items", {"leave_out": ["query"]}, ""),
     "those of documents": ("documents", {"leave_out": ["query"]}, ""),
     "those of chosen rows": ("choice", {"leave_out": ["query"]}, ""),
     "those that are registered": ("registered", {"leave_out": ["query"]}, ""),
     "those of workers": ("workers", {"leave_out": ["query"]}, ""),
-    "a stream does not wait for the window": ("window", {"leave_out": ["compute waits"]}, ""),
     "a processor waits for a device that is done": ("sync", {"fake": Late}, "the processor waited"),
     "a call during a capture": ("capture global", {"fake": Silent}, "not permitted when stream is capturing"),
     "slots are not read": ("registered", {"fake": Refuses}, "the device did not read from these"),
@@ -163,13 +161,6 @@ BROKEN = {
 def test_a_device_that_is_broken_fails(how):
     name, options, said = BROKEN[how]
     assert said in failed(name, Fake(**options))
-
-
-class Gathers(Loader):
-    """The host shuffles where the device should."""
-
-    def __init__(self, *arguments, transform=dict, **options):
-        super().__init__(*arguments, transform=transform, **options)
 
 
 class Takes(Loader):
@@ -220,7 +211,6 @@ class Swallows(DevicePrefetcher):
 @pytest.mark.parametrize(
     ("module", "broken", "name", "said"),
     [
-        (correctness, Gathers, "window", "no two windows"),
         (correctness, Mixes, "autograd", "the gradient is"),
         (correctness, Mixes, "copies", "read ["),
         (correctness, Keeps, "memory", "reserved bytes, allocations"),
@@ -341,7 +331,6 @@ NOT_PRETENDED = {
     "broken",
     "ends",
     "rates",
-    "windows",
     "python",
     "step of 32 MB",
     "step of 256 MB",
@@ -354,7 +343,6 @@ NOT_PRETENDED = {
 def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypatch):
     monkeypatch.setattr(correctness, "STORM_SECONDS", 0.0)
     monkeypatch.setattr(correctness, "LOADER_SECONDS", 0.0)
-    monkeypatch.setattr(correctness, "WINDOW_SECONDS", 0.0)
     monkeypatch.setattr(correctness, "FLAT_EPOCHS", 4)
     monkeypatch.setattr(graphs, "CAPTURE_SECONDS", 0.0)
     monkeypatch.setattr(trouble, "BUSY_SECONDS", 0.5)
@@ -371,7 +359,7 @@ def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize(
     "name",
-    ["storm", "loader", "window", "registered", "workers", "autograd", "sync", "busy", "memory", "copies"],
+    ["storm", "loader", "registered", "workers", "autograd", "sync", "busy", "memory", "copies"],
 )
 def test_on_a_gpu_it_holds(name):
     found = run(CHECKS[name], Gpu(), GPU)

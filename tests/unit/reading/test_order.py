@@ -298,13 +298,6 @@ def test_the_span_of_a_step_is_what_it_and_later_steps_read(
     assert ranks[0].segments_span(len(steps)).start == count
 
 
-def test_the_line_goes_through_one_pass_after_another():
-    order = make([4, 2], 3, None, epoch_rows=18)
-    assert [order.in_line(step).tolist() for step in range(6)] == np.arange(18).reshape(6, 3).tolist()
-    spans = [order.span_in_line(step) for step in range(6)]
-    assert spans == [range(4), range(6), range(6, 10), range(6, 12), range(12, 16), range(12, 18)]
-
-
 def test_spans_of_one_pass_move_on_with_the_steps():
     window = make([10] * 20, 5, "window", window_rows=40)
     starts = [window.segments_span(step).start for step in range(window.steps)]

@@ -277,7 +277,7 @@ def test_what_a_text_or_a_comment_says_is_not_asked(cache, text):
     [
         ("select avg(image) from cache", "avg(image) is of one number a row, and 'image' has many"),
         ("select avg(image) from cache", "select avg(t_mean(image)) from cache"),
-        ('select MAX( cache."image" ) from cache', 't_max("image")'),
+        ('select MAX( cache."image" ) from cache', 't_max(cache."image")'),
         ("select id from cache order by min(image)", "there is t_min(image)"),
         ("select stddev(image) from cache", "t_std(image)"),
         ("select 'é', min(image) from cache t where 'image' = ''", "there is t_min(image)"),
@@ -303,3 +303,16 @@ def test_tensors_of_a_result_are_pictures_in_a_notebook(cache):
     text = frame._repr_html_()
     assert text.count("<img") == 6
     assert "3 B of bytes" in text
+
+
+def test_elements_are_asked_for_beside_notes(cache):
+    cache.tag("0:0", "hard")
+    found = sql(cache, "select * from cache order by t_mean(image) limit 1")
+    assert found["_tags"].tolist() == [["hard"]]
+
+
+def test_a_query_that_is_no_plain_select_or_is_deep_names_everything(cache):
+    cache.annotate("0:0", loss=1.0)
+    many = sql(cache, f"select {'id + ' * 400} id as far from cache order by id limit 2")
+    assert many["far"].tolist() == [0, 401]
+    assert "loss" in sql(cache, "unpivot (select * exclude image from cache) on id")

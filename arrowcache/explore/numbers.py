@@ -53,11 +53,6 @@ def lengths(column: pa.Array, kind: Ragged) -> NDArray[np.int64]:
     return found
 
 
-def is_copied(kind: FieldType) -> bool:
-    """Whether `real` makes a copy."""
-    return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith(("bfloat16", "complex"))
-
-
 def real(values: NDArray[Any], kind: FieldType) -> NDArray[Any]:
     """Values that have an order: bfloat16's bits as numbers, complex ones' magnitudes, bool as 0 and 1."""
     if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16":

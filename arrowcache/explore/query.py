@@ -238,11 +238,11 @@ class _Asked:
         for part in self._parts:
             function = part.get("function_name", "").lower()
             match part.get("arguments"):
-                case [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last], **place}}] if (
+                case [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last]} as named}] if (
                     function in _FOR_NUMBERS and _folded(last) in columns
                 ):
-                    start = place.get("query_location", 0)
-                    column = self._query[start : start + place["query_location_length"]].decode()
+                    start: int = named.get("query_location", 0)
+                    column = self._query[start : start + named["query_location_length"]].decode()
                     _require_number(function, column, *columns[_folded(last)])
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
 from arrowcache.explore.distribution import Distribution, Histogram
-from arrowcache.explore.numbers import is_copied, lengths, numbers, real
+from arrowcache.explore.numbers import lengths, numbers, real
 from arrowcache.explore.traceback import keeps_nothing
 from arrowcache.explore.walk import AnyCache, walk
 from arrowcache.reading.snapshot import Snapshot
@@ -34,7 +34,7 @@ _MOST_BINS = 64
 _MOST_THREADS = 4
 _PIECE = 1 << 21  # numbers that a thread is given at a time
 _SMALL = 1 << 16  # numbers that are not worth a thread
-_CONVERTED = 1 << 18  # numbers at a time, where they must be
+_CACHED = 1 << 17  # numbers that stay in its cache
 _ROWS_A_LOOK = 1 << 16
 
 
@@ -110,9 +110,8 @@ def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor)
 
 def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
     found = Distribution()
-    size = _CONVERTED if is_copied(kind) else max(1, len(values))
-    for start in range(0, len(values), size):
-        found.add(real(values[start : start + size], kind))
+    for start in range(0, len(values), _CACHED):
+        found.add(real(values[start : start + _CACHED], kind))
     return found
 
 

@@ -11,8 +11,7 @@
     galleries.py    gallery: many of them, by the values of another column
     observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
     plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps
-    board.py, lookout.py    what a live monitor shows, and how it is kept up to date
-    widget.py       monitor: live, in a notebook
+    widget.py       monitor: live, in a notebook; board.py: what it shows
     explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
     serving.py      the explorer in a browser without Jupyter
     terminal.py     watch: live, in a terminal

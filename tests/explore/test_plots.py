@@ -25,8 +25,8 @@ from matplotlib.axes import Axes
 import arrowcache as ac
 from arrowcache.arrow.segment import encode
 from arrowcache.explore import plots
+from arrowcache.explore.board import Board
 from arrowcache.explore.history import History
-from arrowcache.explore.lookout import Lookout
 from arrowcache.explore.plots import (
     plot_ages,
     plot_contribution,
@@ -68,14 +68,14 @@ def cache(tmp_path):
 @pytest.fixture
 def history(cache):
     """Of a cache that fills, is read once, and evicts."""
-    lookout = Lookout(cache)
-    assert lookout.look() is None
+    board = Board(cache)
+    board.look()
     with ac.Loader(cache, 16, shuffle=None) as loader:
         list(loader)
-        assert lookout.look() is None
+        board.look()
     publish(cache, 20)
-    assert lookout.look() is None
-    return lookout.history
+    board.look()
+    return board.history
 
 
 @pytest.mark.parametrize("plot", [*OF_A_HISTORY, plot_growth])
@@ -212,11 +212,11 @@ def test_reuse_counts_segments_by_the_epochs_that_read_them(cache):
 
 def test_unread_is_the_share_of_evicted_rows_that_no_epoch_read(cache, history):
     assert line(plot_unread(history), "never read").tolist() == [0, 0, 100 * cache.stats().unread_share]
-    lookout = Lookout(cache)
+    board = Board(cache)
     for _ in range(2):
         publish(cache, 40)
-        lookout.look()
-    share = line(plot_unread(lookout.history), "never read")[-1]
+        board.look()
+    share = line(plot_unread(board.history), "never read")[-1]
     assert share == 100 * cache.stats().unread_share > 50
 
 

@@ -6,8 +6,8 @@
     compare.py      duplicates, drift: rows with rows, the oldest with the newest; hashes.py: of images
     neighbours.py   similar, map_of: rows that are like others
     exchange.py     export_parquet, import_parquet
-    walk.py, traceback.py, numbers.py, distribution.py, plain.py    what these have in common
-    pictures.py     picture: a value, drawn small; drawing.py and reduction.py are how
+    walk.py, numbers.py, distribution.py    what these have in common
+    pictures.py     picture: a value, drawn small; drawing.py is how
     galleries.py    gallery: many of them, by the values of another column
     observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
     plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps

@@ -17,8 +17,7 @@ from arrowcache.explore.distribution import Distribution
 from arrowcache.explore.hashes import group_near, hashes_of, holds_images
 from arrowcache.explore.numbers import numbers, real, require_column
 from arrowcache.explore.summary import describing_threads, distribution_of
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS

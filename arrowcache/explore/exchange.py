@@ -2,6 +2,15 @@
 
 Guarantees: a file under its name is complete, and was not there before; a value comes back as it was.
 Must never: overwrite a file, round a value, or leave out a row without an error.
+
+Columns are written in types that every reader of Parquet knows; arrow/foreign.py has them back:
+
+    Tensor(dtype, shape)         the dtype's own type, or fixed_size_list<T>[elements of a row], in C order
+    Ragged(dtype, inner_shape)   list<T>, or list<fixed_size_list<T>[elements of an entry]>
+    bool, bfloat16               bool, float32; a complex number is two elements
+    Timestamp()                  timestamp[us, UTC]
+
+A field's metadata says, as in a segment, which type it was.
 """
 
 from __future__ import annotations
@@ -14,15 +23,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
+from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.explore.parquet import ParquetImport
-from arrowcache.explore.plain import plain, plain_schema
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 
 _GROUP_BYTES = 16 << 20  # of a row group
+_UTC = pa.timestamp("us", "UTC")
 
 
 @keeps_nothing
@@ -35,8 +44,8 @@ def export_parquet(
     """Write what a cache holds as Parquet files, one a segment, named `<seq>.parquet`.
 
     It is one snapshot of everything, also of the oldest segments that an epoch would leave to the samplers.
-    A segment's lease ends when its file is complete. Any reader of Parquet reads them: plain.py says in
-    which types; `import_parquet` has the tensors back.
+    A segment's lease ends when its file is complete. Any reader of Parquet reads them: their types are
+    plain; `import_parquet` has the tensors back.
 
     Args:
         folder: a new or empty one, outside of the cache's.
@@ -63,13 +72,51 @@ def export_parquet(
     written = []
     with Snapshot.take(store) as snapshot:
         for segment, batch in walk(snapshot, names, "exporting", progress):
-            arrays = [plain(batch.column(name), schema[name]) for name in names]
+            arrays = [_plain(batch.column(name), schema[name]) for name in names]
             table = pa.RecordBatch.from_arrays(arrays, names=list(names))
             path = folder / f"{segment.seq:020d}.parquet"
-            _write(table.cast(plain_schema(table, schema)), path)
+            _write(table.cast(_plain_schema(table, schema)), path)
             written.append(path)
             del batch, arrays, table
     return written
+
+
+def _plain(column: pa.Array, kind: FieldType) -> pa.Array:
+    """A column of a snapshot's record batch in plain types; a view, but for bool and bfloat16."""
+    if isinstance(kind, Timestamp):
+        return column.view(_UTC)
+    if not isinstance(kind, Tensor | Ragged):
+        return column
+    values = column
+    if isinstance(column, pa.ExtensionArray):
+        values = column.storage.values
+    elif isinstance(kind, Ragged):
+        values = column.values
+    if kind.dtype == "bool":
+        values = values.cast(pa.bool_())
+    elif kind.dtype == "bfloat16":
+        values = pa.array(bfloat16_values(values.to_numpy()))
+    if isinstance(kind, Tensor):
+        return _fixed(values, kind.elements) if kind.is_list else values
+    if kind.elements == 1:
+        return pa.ListArray.from_arrays(column.offsets, values)
+    offsets = column.offsets.to_numpy() // kind.elements
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), _fixed(values, kind.elements))
+
+
+def _plain_schema(batch: pa.RecordBatch, schema: Schema) -> pa.Schema:
+    """The schema of plain columns, with what `kind_of` needs to have the types back."""
+    kinds = schema.arrow
+    return pa.schema(
+        [
+            pa.field(name, column.type, nullable=False, metadata=kinds.field(name).metadata)
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+    )
+
+
+def _fixed(values: pa.Array, size: int) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(values, size)
 
 
 def _write(table: pa.RecordBatch, path: Path) -> None:

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.explore.noted import Noted
 from arrowcache.explore.shown import Rows
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, buffers_of
+from arrowcache.explore.walk import AnyCache, buffers_of, keeps_nothing
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import will_need, will_read_on
 from arrowcache.storage.recovery import store_of

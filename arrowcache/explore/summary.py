@@ -19,8 +19,7 @@ from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
 from arrowcache.explore.distribution import Distribution, Histogram
 from arrowcache.explore.numbers import lengths, numbers, real
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import RowId

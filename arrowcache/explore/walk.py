@@ -1,14 +1,17 @@
 """Walk: a cache's segments one after another, oldest first, in bounded memory.
 
-What is passed is released, so that samplers go on; the segment ahead is being read meanwhile.
+What is passed is released, so that samplers go on; the segment ahead is being read meanwhile. Nor does an
+error keep anything: a notebook has the last one until the next, with all its frames.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import pyarrow as pa
 
@@ -18,6 +21,8 @@ from arrowcache.storage.mapping import will_need
 from arrowcache.storage.recovery import HasStore
 
 AnyCache = HasStore | str | os.PathLike[str]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def walk(
@@ -75,3 +80,24 @@ def buffers_of(column: pa.Array) -> list[pa.Buffer]:
     """Where a column of a snapshot's record batch lies."""
     stored = column.storage if isinstance(column, pa.ExtensionArray) else column
     return [buffer for buffer in stored.buffers() if buffer is not None and buffer.size]
+
+
+def keeps_nothing(function: Callable[P, R]) -> Callable[P, R]:
+    """Have what a function raises, Ctrl-C too, refer to none of its values, which hold mappings and leases.
+
+    Lines and messages of the traceback stay; so do the values of an error that was being handled before.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = sys.exc_info()[1]
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            seen: BaseException | None = error
+            while seen is not None and seen is not before:
+                traceback.clear_frames(seen.__traceback__)
+                seen = seen.__context__
+            raise
+
+    return called

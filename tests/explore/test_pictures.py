@@ -22,9 +22,8 @@ from PIL import Image
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.errors import SchemaError
-from arrowcache.explore.drawing import Words, line
+from arrowcache.explore.drawing import Words, envelope, line
 from arrowcache.explore.pictures import picture
-from arrowcache.explore.reduction import envelope
 
 NUMPY_DTYPES = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType, Ragged, Tensor
+from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor
 from arrowcache.explore.distribution import Distribution
 from arrowcache.explore.hashes import group_near, hashes_of, holds_images
 from arrowcache.explore.numbers import numbers, real, require_column
@@ -24,7 +24,6 @@ from arrowcache.storage.row_ids import ID_COLUMNS
 from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
-_WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
 _DRAWN = 200_000  # values of a column, from the oldest and from the newest segments each
 _BINS = 10
 
@@ -57,8 +56,8 @@ def duplicates(
         first row that is the same, `first_seq` and `first_row`; with `near`, also the `bits` that differ;
         all int64.
     Blocks: while the columns are read. Segments are released as they are passed. It takes some 50
-        bytes of memory a row; with `near` 100, and then a time that grows with the square of the number of
-        images that are like none: 8 s for 100,000.
+        bytes of memory a row, and a segment's; with `near` 100 a row, and then a time that grows with the
+        square of the number of images that are like none: 8 s for 100,000.
     Raises: ValueError: with `near`, not one column, or one that holds no images. Else as `describe`.
     """
     store = store_of(cache)
@@ -110,42 +109,27 @@ def _near_duplicates(store: Store, names: Sequence[str], near: int, progress: bo
 
 
 def _hash_rows(columns: Sequence[tuple[pa.Array, FieldType]], digests: NDArray[np.uint64]) -> None:
-    """The xxh3 of each row of a segment: of its narrow columns and all lengths, then of each other one."""
+    """The xxh3 of each row of a segment: of what is as long in each row and all lengths, then of the rest."""
     rows = len(digests)
-    narrow: list[NDArray[np.uint8]] = []
-    wide: list[tuple[NDArray[np.int64], memoryview]] = []
+    packed: list[NDArray[np.uint8]] = [np.empty((rows, 0), np.uint8)]
+    others: list[tuple[NDArray[np.int64], memoryview]] = []
     for column, kind in columns:
-        if isinstance(column, pa.ExtensionArray):
-            column = column.storage.values
-        elif isinstance(kind, Tensor) and kind.is_list:
-            column = column.values
-        if isinstance(kind, Ragged) or column.type in (pa.utf8(), pa.binary()):
+        if isinstance(kind, Ragged | String | Binary):
             data = column.buffers()[-1]
             item = column.values.type.bit_width // 8 if isinstance(kind, Ragged) else 1
             ends = np.frombuffer(column.buffers()[1], np.int32, rows + 1).astype(np.int64) * item
-            narrow.append(np.diff(ends).view(np.uint8).reshape(rows, 8))
-            wide.append((ends, memoryview(data or b"").cast("B")))
-            continue
-        values = np.frombuffer(column.buffers()[-1], np.uint8, len(column) * (column.type.bit_width // 8))
-        width = len(values) // rows
-        if width < _WIDE_BYTES:
-            narrow.append(values.reshape(rows, width))
+            packed.append(np.diff(ends).view(np.uint8).reshape(rows, 8))
+            others.append((ends, memoryview(data or b"").cast("B")))
         else:
-            wide.append((np.arange(rows + 1, dtype=np.int64) * width, values.data))
-    packed = np.concatenate(narrow, axis=1) if narrow else np.empty((rows, 0), np.uint8)
-    if not wide:
-        digest = xxhash.xxh3_128_digest
-        text = b"".join([digest(row) for row in packed])
-    else:
-        text = b"".join([_digest(packed, wide, row) for row in range(rows)])
-    digests[:] = np.frombuffer(text, np.uint64).reshape(rows, 2)
-
-
-def _digest(packed: NDArray[np.uint8], wide: list[tuple[NDArray[np.int64], memoryview]], row: int) -> bytes:
-    state = xxhash.xxh3_128(packed[row])
-    for ends, data in wide:
-        state.update(data[ends[row] : ends[row + 1]])
-    return state.digest()
+            values = numbers(column, kind)
+            packed.append(values.view(np.uint8).reshape(rows, len(values) // rows * values.itemsize))
+    found = []
+    for row, start in enumerate(np.concatenate(packed, axis=1)):
+        state = xxhash.xxh3_128(start)
+        for ends, data in others:
+            state.update(data[ends[row] : ends[row + 1]])
+        found.append(state.digest())
+    digests[:] = np.frombuffer(b"".join(found), np.uint64).reshape(rows, 2)
 
 
 @keeps_nothing

@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import duckdb
@@ -379,11 +378,9 @@ def _sentence(message: str, columns: Sequence[str]) -> str:
     """What DuckDB says in many lines, in one, with the names that may have been meant."""
     lines = message.partition("\n\n")[0].split("\n")
     what = re.sub(r"^[A-Z]\w+( \w+)? Error: ", "", lines[0]).rstrip("!. ")
-    unknown = re.search(r'column "([^"]+)"|Table with name (\S+)|"([^"]+)"', what)
-    name = next(filter(None, unknown.groups())) if unknown else ""
-    names = [TABLE, *columns]
-    meant = get_close_matches(name, names) if name not in names else []
-    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    hint = (
+        f"; {lines[1]}" if lines[1:] and lines[1].startswith(("Did you mean", "Candidate bindings")) else ""
+    )
     if re.search(r"'[^']+\([^']*\]", what):  # a function of a nested type
         hint += f"; of the elements of a tensor there are {', '.join(_OF_ELEMENTS)}"
     shown = [*columns[:_MOST_NAMED], *["..."] * (len(columns) > _MOST_NAMED)]

@@ -10,7 +10,7 @@
     pictures.py     picture: a value, drawn small; drawing.py is how
     galleries.py    gallery: many of them, by the values of another column
     observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
-    plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps
+    plots.py        plot_...: growth, throughput, reuse, what left unread, who contributed, values, maps
     widget.py       monitor: live, in a notebook; board.py: what it shows
     explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
     serving.py      the explorer in a browser without Jupyter
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from arrowcache.explore.observation import Observation, observe
     from arrowcache.explore.pictures import picture
     from arrowcache.explore.plots import (
-        plot_ages,
         plot_contribution,
         plot_growth,
         plot_map,
@@ -62,7 +61,7 @@ __all__ = [
     "gallery",
     "Observation", "observe",
     "History",
-    "plot_growth", "plot_throughput", "plot_ages", "plot_reuse", "plot_unread", "plot_contribution",
+    "plot_growth", "plot_throughput", "plot_reuse", "plot_unread", "plot_contribution",
     "plot_values", "plot_map",
     "open",
     "monitor",

@@ -18,14 +18,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History, Moment
 from arrowcache.explore.numbers import real, require_column
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.stats import LoaderStats
 from arrowcache.reading.values import Values
 from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
@@ -79,37 +78,6 @@ def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
         ax.plot(when, rates, label=f"delivered to {pid}")
     ax.set_ylim(bottom=0)
     return _over_time(ax)
-
-
-def plot_ages(
-    cache: Source,
-    delivered: LoaderStats | ArrayLike | None = None,
-    *,
-    bins: int = 40,
-    ax: Axes | None = None,
-) -> Axes:
-    """How old samples are, since they were published: rows by age.
-
-    Args:
-        delivered: of those that a loader delivered: the `_age_seconds` of its batches (`with_ids=True`),
-            or its `stats()`, which know the mean.
-    """
-    bins = parse_count(bins, "bins")
-    at_delivery = _seconds(delivered)
-    survey = store_of(cache).survey()
-    now = dt.datetime.now(dt.timezone.utc).timestamp()
-    ages = np.array([max(0.0, now - segment.published) for segment in survey.segments])
-    rows = np.array([segment.rows for segment in survey.segments])
-    ax = _axes(ax, "Age of samples", "share of rows")
-    ax.set_xlabel("seconds since they were published")
-    if len(ages):
-        ax.hist(ages, bins, weights=rows / rows.sum(), label="in the cache", alpha=0.7)
-    if isinstance(delivered, LoaderStats):
-        ax.axvline(delivered.age_seconds, color="C1", label="at delivery, on average")
-    elif len(at_delivery):
-        share = np.full(len(at_delivery), 1 / len(at_delivery))
-        ax.hist(at_delivery, bins, weights=share, label="at delivery", alpha=0.7)
-    return _with_legend(ax)
 
 
 def plot_reuse(cache: Source, *, ax: Axes | None = None) -> Axes:
@@ -192,18 +160,6 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     pd.DataFrame(places).plot.scatter("x", "y", ax=ax, s=8, alpha=0.7, linewidths=0, **colors)
     ax.set(xlabel=f"x: {shares[0]:.0%} of the variance", ylabel=f"y: {shares[1]:.0%}")
     return ax
-
-
-def _seconds(delivered: LoaderStats | ArrayLike | None) -> NDArray[np.float64]:
-    """The ages at delivery, if they are given."""
-    if delivered is None or isinstance(delivered, LoaderStats):
-        return np.empty(0)
-    try:
-        return np.asarray(delivered, float).ravel()
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"delivered must be ages in seconds, or the stats() of a loader, not {delivered!r}"
-        ) from None
 
 
 def _has_numbers(kind: FieldType) -> bool:

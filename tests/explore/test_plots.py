@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ from arrowcache.explore import plots
 from arrowcache.explore.board import Board
 from arrowcache.explore.history import History
 from arrowcache.explore.plots import (
-    plot_ages,
     plot_contribution,
     plot_growth,
     plot_reuse,
@@ -40,7 +38,6 @@ from arrowcache.explore.plots import (
 MIB = 2**20
 OF_A_CACHE = [
     plot_growth,
-    plot_ages,
     plot_contribution,
     plot_reuse,
     lambda cache, **more: plot_values(cache, "id", **more),
@@ -104,7 +101,7 @@ def line(ax: Axes, label: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(4))
 def test_a_plot_of_a_cache_takes_it_or_its_path_and_draws_where_it_is_told(cache, number):
     plot = OF_A_CACHE[number]
     figure, ax = plt.subplots()
@@ -132,7 +129,7 @@ def test_a_history_of_nothing_is_a_sentence(cache, plot):
     assert plt.get_fignums() == []
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_an_empty_cache_makes_an_empty_plot(tmp_path, number):
     assert isinstance(OF_A_CACHE[number](make_cache(tmp_path / "cache")), Axes)
 
@@ -141,13 +138,6 @@ def test_an_empty_cache_makes_an_empty_plot(tmp_path, number):
 def test_growth_over_what_is_no_history_is_a_sentence(cache, history):
     with pytest.raises(TypeError, match="expected a History, such as monitor"):
         plot_growth(cache, history)
-    assert plt.get_fignums() == []
-
-
-@pytest.mark.parametrize("delivered", ["x", {"age": 1}, [[1, 2], [3]]])
-def test_ages_at_delivery_that_are_no_numbers_are_a_sentence(cache, delivered):
-    with pytest.raises(TypeError, match=r"delivered must be ages in seconds, or the stats\(\) of a loader"):
-        plot_ages(cache, delivered)
     assert plt.get_fignums() == []
 
 
@@ -177,25 +167,6 @@ def test_throughput_has_a_line_for_what_was_published_and_for_each_loader(histor
     assert published[1] > 0
     assert delivered[0] > 0
     assert np.isnan(delivered[1]), "it was closed"
-
-
-@pytest.mark.slow
-def test_ages_are_those_of_rows_and_at_delivery(cache):
-    for path in segment_files(cache):
-        os.utime(path, (time.time() - 1000, time.time() - 1000))
-    cache = ac.Cache.open(cache.path)  # which has not looked at them yet
-    with ac.Loader(cache, 16, with_ids=True) as loader:
-        ages = np.concatenate([batch["_age_seconds"] for batch in loader])
-        stats = loader.stats()
-    ax = plot_ages(cache, ages, bins=10)
-    in_cache, at_delivery = ax.containers
-    assert sum(bar.get_height() for bar in in_cache) == pytest.approx(1)
-    assert sum(bar.get_height() for bar in at_delivery) == pytest.approx(1)
-    assert all(bar.get_x() > 900 for bar in in_cache)
-    ax = plot_ages(cache, stats)
-    (mean,) = [one for one in ax.get_lines() if one.get_label() == "at delivery, on average"]
-    assert mean.get_xdata()[0] == pytest.approx(1000, abs=100)
-    assert isinstance(plot_ages(cache, []), Axes)
 
 
 def test_reuse_counts_segments_by_the_epochs_that_read_them(cache):

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.numbers import bfloat16_values, elements, nested
 from arrowcache.explore.parquet import ParquetImport
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
@@ -73,11 +73,14 @@ def export_parquet(
     with Snapshot.take(store) as snapshot:
         for segment, batch in walk(snapshot, names, "exporting", progress):
             arrays = [_plain(batch.column(name), schema[name]) for name in names]
-            table = pa.RecordBatch.from_arrays(arrays, names=list(names))
+            fields = [
+                pa.field(name, array.type, nullable=False, metadata=schema.arrow.field(name).metadata)
+                for name, array in zip(names, arrays, strict=True)
+            ]
             path = folder / f"{segment.seq:020d}.parquet"
-            _write(table.cast(_plain_schema(table, schema)), path)
+            _write(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), path)
             written.append(path)
-            del batch, arrays, table
+            del batch, arrays
     return written
 
 
@@ -87,36 +90,13 @@ def _plain(column: pa.Array, kind: FieldType) -> pa.Array:
         return column.view(_UTC)
     if not isinstance(kind, Tensor | Ragged):
         return column
-    values = column
-    if isinstance(column, pa.ExtensionArray):
-        values = column.storage.values
-    elif isinstance(kind, Ragged):
-        values = column.values
+    values = elements(column, kind)
     if kind.dtype == "bool":
         values = values.cast(pa.bool_())
     elif kind.dtype == "bfloat16":
         values = pa.array(bfloat16_values(values.to_numpy()))
-    if isinstance(kind, Tensor):
-        return _fixed(values, kind.elements) if kind.is_list else values
-    if kind.elements == 1:
-        return pa.ListArray.from_arrays(column.offsets, values)
-    offsets = column.offsets.to_numpy() // kind.elements
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), _fixed(values, kind.elements))
-
-
-def _plain_schema(batch: pa.RecordBatch, schema: Schema) -> pa.Schema:
-    """The schema of plain columns, with what `kind_of` needs to have the types back."""
-    kinds = schema.arrow
-    return pa.schema(
-        [
-            pa.field(name, column.type, nullable=False, metadata=kinds.field(name).metadata)
-            for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        ]
-    )
-
-
-def _fixed(values: pa.Array, size: int) -> pa.Array:
-    return pa.FixedSizeListArray.from_arrays(values, size)
+    is_list = kind.is_list if isinstance(kind, Tensor) else kind.elements > 1
+    return nested(values, column, kind, [kind.elements] * is_list)
 
 
 def _write(table: pa.RecordBatch, path: Path) -> None:

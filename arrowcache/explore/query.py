@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.explore.noted import Noted
+from arrowcache.explore.numbers import elements, nested
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache, buffers_of, keeps_nothing
 from arrowcache.reading.snapshot import Snapshot
@@ -120,7 +121,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             result = connection.sql(query)
             if result is None:
                 raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
-            nested = {
+            shapes = {
                 name: tuple(int(size) for size in reversed(re.findall(r"\d+", match[1])))
                 for name, kind in zip(result.columns, result.types, strict=True)
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
@@ -129,7 +130,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             frame = Rows(result.df())
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
-    for name, shape in nested.items():
+    for name, shape in shapes.items():
         if list(frame.columns).count(name) == 1:
             frame[name] = pd.Series([_stacked(value, shape) for value in frame[name]], dtype=object)
     frame.kinds = {
@@ -324,21 +325,14 @@ def _readable(table: pa.Table, schema: Schema, names: Sequence[str]) -> pa.Table
 def _nested(array: pa.Array, kind: FieldType) -> pa.Array:
     if not isinstance(kind, Tensor | Ragged):
         return array
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    is_list = isinstance(kind, Ragged) or kind.is_list
-    values = array.values if is_list else array
+    values = elements(array, kind)
     if values.type == pa.float16():
         values = values.view(pa.uint16())
-    pair = (2,) if kind.dtype.startswith("complex") else ()
-    for size in reversed((*(kind.shape if isinstance(kind, Tensor) else kind.inner_shape), *pair)):
-        values = pa.FixedSizeListArray.from_arrays(values, size)
-    if isinstance(kind, Tensor):
-        return values
-    offsets = array.offsets
-    if kind.elements > 1:
-        offsets = pa.compute.divide(offsets, pa.scalar(kind.elements, pa.int32()))
-    return pa.ListArray.from_arrays(offsets, values)
+    return nested(values, array, kind, (*_shape(kind), *[2] * _is_complex(kind)))
+
+
+def _shape(kind: Tensor | Ragged) -> tuple[int, ...]:
+    return kind.shape if isinstance(kind, Tensor) else kind.inner_shape
 
 
 def _column(name: str, kind: FieldType) -> str:
@@ -348,7 +342,7 @@ def _column(name: str, kind: FieldType) -> str:
         return f"case when {quoted} >= '-infinity'::timestamp then {quoted} end as {quoted}"
     if not isinstance(kind, Tensor | Ragged):
         return quoted
-    shape = kind.shape if isinstance(kind, Tensor) else kind.inner_shape
+    shape = _shape(kind)
     sizes = "".join(f"[{size}]" for size in reversed(shape)) + "[]" * isinstance(kind, Ragged)
     if kind.dtype == "bool":
         return f"{quoted}::boolean{sizes} as {quoted}"

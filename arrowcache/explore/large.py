@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Ragged
 from arrowcache.display import BLUE
 from arrowcache.explore.drawing import Pixels, to_html
-from arrowcache.explore.pictures import picture
+from arrowcache.explore.pictures import channel_axis, picture
 
 _AUDIO: Any = display.Audio  # without types
 _PIXELS = 400  # of the longer side, as shown first
 _MOST_PIXELS = 2048  # to be seen by zooming in
-_CHANNELS = (1, 3, 4)
 _MOST_PLOTTED = 200_000  # numbers of a signal; of a longer one `picture` draws the lowest and highest
 _FEWEST_HEARD = 4000  # numbers of a signal that may be sound
 _RATE = 16_000  # numbers a second, where no column tells
@@ -82,7 +81,7 @@ def _picture(value: Any, kind: FieldType | None = None, most_pixels: int = _MOST
 
 
 def _is_image(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS)
+    return len(shape) == 3 and channel_axis(shape) is not None
 
 
 def _slices(value: NDArray[Any]) -> NDArray[Any]:

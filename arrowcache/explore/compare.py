@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,10 +12,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor
-from arrowcache.explore.distribution import Distribution
 from arrowcache.explore.hashes import group_near, hashes_of, holds_images
-from arrowcache.explore.numbers import numbers, real, require_column
-from arrowcache.explore.summary import describing_threads, distribution_of
+from arrowcache.explore.numbers import numbers, require_column
+from arrowcache.explore.summary import Summary, summarize
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
@@ -177,45 +175,18 @@ def drift(
         oldest, newest = frozenset(seqs[:count]), frozenset(seqs[-count:])
         with Snapshot.take(store, lambda segment: segment.seq in oldest) as part:
             snapshot.release_oldest(len(seqs) - count)  # `part` has the oldest, and moves on
-            first = _look(part, wanted, "oldest", progress)
+            first = summarize(part, wanted, "oldest segments", progress, _DRAWN)
         with Snapshot.take(store, lambda segment: segment.seq in newest) as part:
             snapshot.close()
-            last = _look(part, wanted, "newest", progress)
+            last = summarize(part, wanted, "newest segments", progress, _DRAWN)
     rows = [_difference(first[name], last[name]) for name in names]
     frame = pd.DataFrame(rows, index=pd.Index(names, name="column"))
     return frame.sort_values("ks", ascending=False, kind="stable")
 
 
-class _Side(NamedTuple):
-    """The oldest or the newest values of a column."""
-
-    all: Distribution
-    drawn: list[NDArray[Any]]
-
-
-def _look(
-    snapshot: Snapshot, kinds: Mapping[str, Tensor | Ragged], which: str, progress: bool | None
-) -> dict[str, _Side]:
-    sides = {name: _Side(Distribution(), []) for name in kinds}
-    rng, rows = np.random.default_rng(0), len(snapshot)
-    with describing_threads() as pool:
-        for segment, batch in walk(snapshot, tuple(kinds), f"{which} segments", progress):
-            draws = -(-_DRAWN * segment.rows // rows)
-            for name, kind in kinds.items():
-                column = batch.column(name)
-                sides[name].all.merge(distribution_of(column, kind, pool))
-                values = numbers(column, kind)
-                if len(values) > draws:
-                    values = values[np.sort(rng.integers(0, len(values), draws))]
-                sides[name].drawn.append(real(values, kind).astype(np.float64))  # a copy
-                del column, values
-            del batch
-    return sides
-
-
-def _difference(first: _Side, newest: _Side) -> dict[str, float]:
+def _difference(first: Summary, newest: Summary) -> dict[str, float]:
     row: dict[str, float] = {}
-    for which, side in (("first", first.all), ("newest", newest.all)):
+    for which, side in (("first", first.values), ("newest", newest.values)):
         nan_share = side.nans / side.count if side.count else math.nan
         row |= {f"{which}_mean": side.mean, f"{which}_std": side.std, f"{which}_nan": nan_share}
     drawn = [np.sort(np.concatenate(side.drawn)) for side in (first, newest)]

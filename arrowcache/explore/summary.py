@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -71,13 +71,9 @@ def describe(
     schema = store.settings.schema
     names = schema.select(columns, least=1)
     bins = parse_count(bins, "bins", most=_MOST_BINS)
-    summaries = {name: _Summary(schema[name]) for name in names}
-    with Snapshot.take(store) as snapshot, describing_threads() as pool:
-        for segment, batch in walk(snapshot, names, "describing", progress):
-            for name, summary in summaries.items():
-                summary.add(batch.column(name), pool, segment.seq)
-            del batch
-    rows = [summary.row(bins) for summary in summaries.values()]
+    with Snapshot.take(store) as snapshot:
+        found = summarize(snapshot, {name: schema[name] for name in names}, "describing", progress)
+    rows = [summary.row(bins) for summary in found.values()]
     index = pd.Index(names, name="column")
     has_moments = any(isinstance(schema[name], Timestamp) for name in names)
     dtypes = _DTYPES | dict.fromkeys(("mean", "std"), "object" if has_moments else "float64")
@@ -89,9 +85,21 @@ def describe(
     )
 
 
-def describing_threads() -> ThreadPoolExecutor:
-    """A few: others are at work on this machine."""
-    return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "arrowcache-describe")
+def summarize(
+    snapshot: Snapshot, kinds: Mapping[str, FieldType], what: str, progress: bool | None, draws: int = 0
+) -> dict[str, Summary]:
+    """What a snapshot's columns hold, with some `draws` of each one's numbers; blocks and raises as `walk`."""
+    found = {name: Summary(kind) for name, kind in kinds.items()}
+    rng, rows = np.random.default_rng(0), len(snapshot)
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))  # a few: others are at work on this machine
+    with ThreadPoolExecutor(threads, "arrowcache-describe") as pool:
+        for segment, batch in walk(snapshot, tuple(kinds), what, progress):
+            for name, summary in found.items():
+                summary.add(batch.column(name), pool, segment.seq)
+                if draws:
+                    summary.draw(batch.column(name), rng, -(-draws * segment.rows // rows))
+            del batch
+    return found
 
 
 def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor) -> Distribution:
@@ -122,12 +130,13 @@ def _row_of(at: int, count: int, column: pa.Array, kind: FieldType) -> int:
     return at * len(column) // count
 
 
-class _Summary:
-    """What was seen of one column."""
+class Summary:
+    """What was seen of one column: its `values`, of text and bytes the lengths; `drawn` are some of them."""
 
     def __init__(self, kind: FieldType) -> None:
         self._kind = kind
-        self._values = Distribution()
+        self.values = Distribution()
+        self.drawn: list[NDArray[np.float64]] = []
         self._low_id: RowId | None = None  # of the first row with the least value
         self._high_id: RowId | None = None
         self._lengths = Distribution() if isinstance(kind, Ragged) else None
@@ -137,13 +146,13 @@ class _Summary:
         self._distinct: set[Any] | None = set() if is_countable else None
 
     def add(self, column: pa.Array, pool: ThreadPoolExecutor, seq: int) -> None:
-        before, found = self._values, distribution_of(column, self._kind, pool)
+        before, found = self.values, distribution_of(column, self._kind, pool)
         if not isinstance(self._kind, String | Binary):
             if found.low is not None and (before.low is None or found.low < before.low):
                 self._low_id = RowId(seq, _row_of(found.low_at, found.count, column, self._kind))
             if found.high is not None and (before.high is None or found.high > before.high):
                 self._high_id = RowId(seq, _row_of(found.high_at, found.count, column, self._kind))
-        self._values.merge(found)
+        self.values.merge(found)
         if self._lengths is not None:
             assert isinstance(self._kind, Ragged)
             self._lengths.add(lengths(column, self._kind))
@@ -152,6 +161,13 @@ class _Summary:
                 self._distinct.update(self._marks(pc.unique(column.slice(start, _ROWS_A_LOOK))))
                 if len(self._distinct) > MOST_DISTINCT:
                     self._distinct = None
+
+    def draw(self, column: pa.Array, rng: np.random.Generator, count: int) -> None:
+        """Keep at most `count` of a segment's numbers."""
+        values = numbers(column, self._kind)
+        if len(values) > count:
+            values = values[np.sort(rng.integers(0, len(values), count))]
+        self.drawn.append(real(values, self._kind).astype(np.float64))  # a copy
 
     def _marks(self, values: pa.Array) -> Iterator[Any]:
         """What tells values apart and is small."""
@@ -162,7 +178,7 @@ class _Summary:
                 yield xxhash.xxh3_128_digest(value.as_buffer())
 
     def row(self, bins: int) -> dict[str, Any]:
-        values = self._values
+        values = self.values
         is_text = isinstance(self._kind, String | Binary)
         sizes = values if is_text else self._lengths
         row: dict[str, Any] = {

@@ -150,7 +150,7 @@ def test_samplers_find_room_while_a_cache_is_described(tmp_path, monkeypatch):
     publish(cache, segments=26)
     passed = []
 
-    class Watched(explore.summary._Summary):
+    class Watched(explore.summary.Summary):
         def add(self, column, pool, seq):
             super().add(column, pool, seq)
             del column
@@ -158,7 +158,7 @@ def test_samplers_find_room_while_a_cache_is_described(tmp_path, monkeypatch):
                 publish(cache, segments=1)  # on_full="raise": it finds room, or fails
             passed.append(1)
 
-    monkeypatch.setattr(explore.summary, "_Summary", Watched)
+    monkeypatch.setattr(explore.summary, "Summary", Watched)
     assert describe(cache, ["id"]).loc["id", "count"] == 16 * len(passed)
     assert len(passed) >= 14
     assert seqs(cache)[0] > 6

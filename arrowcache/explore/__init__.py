@@ -3,7 +3,7 @@
     frames.py       head, sample, rows, to_pandas, to_polars: rows as DataFrames, and shown.py: with pictures
     query.py        sql: DuckDB over the mapped files
     summary.py      describe: what each column holds
-    compare.py      duplicates, drift: rows with rows, the oldest with the newest; hashes.py: of images
+    compare.py      duplicates, drift: rows with rows, the oldest with the newest
     neighbours.py   similar, map_of: rows that are like others
     exchange.py     export_parquet, import_parquet
     walk.py, numbers.py, distribution.py    what these have in common

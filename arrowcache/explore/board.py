@@ -23,8 +23,9 @@ from arrowcache.explore.observation import (
     WaitingWriter,
     observe,
 )
+from arrowcache.explore.walk import AnyCache
 from arrowcache.storage.locks import file_identity
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share, parse_seconds
 
 _LEAST_INTERVAL = 0.05
@@ -45,7 +46,7 @@ class Board:
     Raises: FileNotFoundError, CacheFormatError: no such cache, at first.
     """
 
-    def __init__(self, cache: HasStore | str | os.PathLike[str]) -> None:
+    def __init__(self, cache: AnyCache) -> None:
         self.path = store_of(cache).folder.path
         self.history = History()
         self.error: str | None = None  # why the last look failed

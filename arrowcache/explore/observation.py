@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.stats import STAGES, bottleneck_of
 from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS
 from arrowcache.storage.counters import COUNTERS, Readout, parse_counters
@@ -23,7 +24,7 @@ from arrowcache.storage.overview import CacheStats
 from arrowcache.storage.page import seen_pages
 from arrowcache.storage.proc import OpenFile, command, open_files, started
 from arrowcache.storage.progress import PROGRESS, State, seen_samplers
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
 FIRST_SEEN, PROCESS_START = "first seen", "process start"
@@ -124,7 +125,7 @@ class Observation:
 
 
 def observe(
-    cache: HasStore | str | os.PathLike[str],
+    cache: AnyCache,
     previous: Observation | None = None,
     *,
     lock_timeout: float = LOCK_TIMEOUT_SECONDS,

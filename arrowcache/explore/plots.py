@@ -7,7 +7,6 @@ or one of your own that you `add` observations to). Without `ax` each plot has a
 from __future__ import annotations
 
 import datetime as dt
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -24,15 +23,15 @@ from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History, Moment
 from arrowcache.explore.numbers import real, require_column
+from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Values
 from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
-Source = HasStore | str | os.PathLike[str]
 _MIB = 1 << 20
 _MOST_SEGMENTS = 400  # of plot_values: more are no wider than a pixel
 _MOST_VALUES = 4096  # of each
@@ -40,7 +39,7 @@ _MOST_COLORS = 20  # of plot_map: different values with a color each
 _FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
 
 
-def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | None = None) -> Axes:
+def plot_growth(cache: AnyCache, history: History | None = None, *, ax: Axes | None = None) -> Axes:
     """Bytes in the cache over time, and the capacity.
 
     What is there now tells when it was published. With a history: what the cache held, and the bytes that
@@ -80,7 +79,7 @@ def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
     return _over_time(ax)
 
 
-def plot_reuse(cache: Source, *, ax: Axes | None = None) -> Axes:
+def plot_reuse(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
     """How many epochs read the segments that are in the cache: segments by epochs."""
     store = store_of(cache)
     epochs = store.usage.served(np.array([segment.seq for segment in store.survey().segments], np.int64))
@@ -101,7 +100,7 @@ def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
     return _over_time(ax)
 
 
-def plot_contribution(cache: Source, *, ax: Axes | None = None) -> Axes:
+def plot_contribution(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
     """Rows in the cache by who published them: each sampler pool and seed, each import, plain writers."""
     rows: dict[str, int] = defaultdict(int)
     for segment in store_of(cache).survey().segments:
@@ -113,7 +112,7 @@ def plot_contribution(cache: Source, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
+def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
     """The distribution of a column's values, segment by segment: a heat map, oldest segment on the left.
 
     Of each segment up to 4096 values are read, evenly spread over it; of a cache of more than 400 segments,

@@ -88,7 +88,7 @@ def describe(
 def summarize(
     snapshot: Snapshot, kinds: Mapping[str, FieldType], what: str, progress: bool | None, draws: int = 0
 ) -> dict[str, Summary]:
-    """What a snapshot's columns hold, with some `draws` of each one's numbers; blocks and raises as `walk`."""
+    """What a snapshot's columns hold, with some `draws` of the numbers of each. Blocks, raises: as `walk`."""
     found = {name: Summary(kind) for name, kind in kinds.items()}
     rng, rows = np.random.default_rng(0), len(snapshot)
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))  # a few: others are at work on this machine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from rich.console import Console
@@ -10,11 +9,11 @@ from rich.live import Live
 from rich.text import Text
 
 from arrowcache.explore.board import Board, parse_interval
-from arrowcache.storage.recovery import HasStore
+from arrowcache.explore.walk import AnyCache
 
 
 def watch(
-    cache: HasStore | str | os.PathLike[str],
+    cache: AnyCache,
     interval: float = 1.0,
     *,
     once: bool = False,

@@ -16,14 +16,14 @@ from arrowcache.display import Card
 from arrowcache.errors import sentence_of
 from arrowcache.explore.board import Board, parse_interval
 from arrowcache.explore.history import History
+from arrowcache.explore.walk import AnyCache
 from arrowcache.lifetimes import Closable
 from arrowcache.os_errors import start
-from arrowcache.storage.recovery import HasStore
 
 _JOIN_SECONDS = 5.0
 
 
-def monitor(cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> Monitor:
+def monitor(cache: AnyCache, interval: float = 1.0) -> Monitor:
     """Show a cache in a notebook while others use it: fill, rates, leases, waiting samplers, loaders.
 
     Nothing is leased. If the cache vanishes, the widget says so, and goes on when it is back. It moves until
@@ -41,7 +41,7 @@ class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets sh
 
     _thread: threading.Thread | None = None
 
-    def __init__(self, cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> None:
+    def __init__(self, cache: AnyCache, interval: float = 1.0) -> None:
         self._stopped = threading.Event()  # first: what fails below is closed, too
         self._interval = parse_interval(interval)
         self._board = Board(cache)

@@ -66,13 +66,21 @@ def lengths(column: pa.Array, kind: Ragged) -> NDArray[np.int64]:
     return found
 
 
-def real(values: NDArray[Any], kind: FieldType) -> NDArray[Any]:
+def real(values: NDArray[Any], kind: FieldType | None) -> NDArray[Any]:
     """Values that have an order: bfloat16's bits as numbers, complex ones' magnitudes, bool as 0 and 1."""
     if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16":
         return bfloat16_values(values)
     if values.dtype.kind == "c":
         return np.asarray(np.abs(values))
     return values.view(np.uint8) if values.dtype == bool else values
+
+
+def floats(values: NDArray[Any], kind: FieldType | None = None) -> NDArray[np.float64]:
+    """The same as float64, a copy: moments as microseconds since 1970, NaT as NaN."""
+    if values.dtype.kind == "M":
+        return np.where(np.isnat(values), np.nan, values.astype(np.int64).astype(np.float64))
+    with np.errstate(invalid="ignore"):  # some bits are NaNs that warn
+        return real(values, kind).astype(np.float64)
 
 
 def bfloat16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -36,7 +36,7 @@ from arrowcache.arrow.schema import FieldType, Ragged
 from arrowcache.display import printable, shorten
 from arrowcache.explore import drawing
 from arrowcache.explore.drawing import Drawing, Pixels, Words, colored
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.numbers import bfloat16_values, floats
 from arrowcache.units import format_bytes, parse_count
 
 _SIZE = 192  # pixels a side
@@ -103,7 +103,7 @@ def plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype == "bfloat16" and array.dtype == np.uint16:
         return bfloat16_values(array)
     if array.dtype.kind == "M" and array.ndim:
-        return np.where(np.isnat(array), np.nan, array.astype(np.int64).astype(np.float64))
+        return floats(array)
     return array.astype(np.float32) if array.dtype == np.float16 and array.ndim else array
 
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History, Moment
-from arrowcache.explore.numbers import real, require_column
+from arrowcache.explore.numbers import require_column
+from arrowcache.explore.summary import Summary
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.values import Values
 from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
@@ -115,8 +115,8 @@ def plot_contribution(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
 def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
     """The distribution of a column's values, segment by segment: a heat map, oldest segment on the left.
 
-    Of each segment up to 4096 values are read, evenly spread over it; of a cache of more than 400 segments,
-    400 of them, evenly spread, too. One segment is leased at a time; one that is evicted first is left out.
+    Of each segment up to 4096 values are read, drawn at random; of a cache of more than 400 segments, 400 of
+    them, evenly spread. One segment is leased at a time; one that is evicted first is left out.
     What is not finite is left out.
 
     Raises: ValueError: no such column, or one without numbers; a cache without values of it.
@@ -167,25 +167,15 @@ def _has_numbers(kind: FieldType) -> bool:
 
 
 def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:
-    """Some finite values of a segment, evenly spread; none if it is gone."""
+    """Some finite values of a segment, timestamps as seconds since 1970; none if it is gone."""
+    summary = Summary(kind)
     with Snapshot.take(store, lambda other: other.seq == segment.seq) as snapshot:
-        elements = kind.elements if isinstance(kind, Tensor) else 1
-        rows = min(len(snapshot), max(1, _MOST_VALUES // max(1, elements)))
-        if not rows:
-            return np.empty(0)
-        ids = np.linspace(0, len(snapshot) - 1, rows).round().astype(np.int64)
-        given: Any = snapshot.gather(ids, [name])[name]
-    found = _numbers(given.data if isinstance(given, Values) else given, kind)
-    found = found[:: max(1, len(found) // _MOST_VALUES)]
-    return np.clip(found[np.isfinite(found)], -_FARTHEST, _FARTHEST)
-
-
-def _numbers(values: NDArray[Any], kind: FieldType) -> NDArray[np.float64]:
-    """Values as float64; timestamps as seconds since 1970."""
-    if isinstance(kind, Timestamp):
-        return values.astype("datetime64[us]").astype(np.int64) / 1e6
-    with np.errstate(invalid="ignore"):  # some bits are NaNs that warn
-        return real(values.reshape(-1), kind).astype(np.float64)
+        for batch in snapshot.record_batches([name]):
+            summary.draw(batch.column(0), np.random.default_rng(0), _MOST_VALUES)
+            del batch
+    found: NDArray[np.float64] = np.concatenate([np.empty(0), *summary.drawn])
+    found = found[np.isfinite(found)] / (1e6 if isinstance(kind, Timestamp) else 1)
+    return np.clip(found, -_FARTHEST, _FARTHEST)
 
 
 def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:

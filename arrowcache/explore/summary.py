@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
 from arrowcache.explore.distribution import Distribution, Histogram
-from arrowcache.explore.numbers import lengths, numbers, real
+from arrowcache.explore.numbers import floats, lengths, numbers, real
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
@@ -163,11 +163,11 @@ class Summary:
                     self._distinct = None
 
     def draw(self, column: pa.Array, rng: np.random.Generator, count: int) -> None:
-        """Keep at most `count` of a segment's numbers."""
+        """Keep at most `count` of a segment's numbers, as `floats`."""
         values = numbers(column, self._kind)
         if len(values) > count:
             values = values[np.sort(rng.integers(0, len(values), count))]
-        self.drawn.append(real(values, self._kind).astype(np.float64))  # a copy
+        self.drawn.append(floats(values, self._kind))
 
     def _marks(self, values: pa.Array) -> Iterator[Any]:
         """What tells values apart and is small."""

@@ -49,23 +49,14 @@ def walk(
 
 
 def progress_bar(progress: bool | None, **options: object) -> Any:
-    """A bar of tqdm's, with its options, on stderr; in a notebook on stdout, since stderr is red there.
+    """A bar of tqdm's, with its options: a widget in a notebook, else on stderr.
 
     Args:
         progress: show it; None: in a terminal or a notebook.
     """
-    import tqdm  # as in sampling/pool.py
+    from tqdm.auto import tqdm  # asyncio, for those who look at much
 
-    in_notebook = _in_notebook()
-    if progress is None:
-        progress = in_notebook or sys.stderr.isatty()
-    return tqdm.tqdm(**options, disable=not progress, file=sys.stdout if in_notebook else sys.stderr)
-
-
-def _in_notebook() -> bool:
-    """Whether a kernel runs this; that others have imported what kernels are made of says nothing."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+    return tqdm(**options, disable=None if progress is None else not progress)
 
 
 def _announced(batch: pa.RecordBatch | None) -> pa.RecordBatch | None:

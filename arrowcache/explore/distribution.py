@@ -44,7 +44,7 @@ class Histogram:
 
 
 class Distribution:
-    """Of the real numbers that were added. Not thread-safe.
+    """Of none at first, then of those that were merged. Not thread-safe.
 
     `count` is of all, `nans` of those that are not a number, `low` and `high` are None of none; integers'
     are exact. The first of all that is the lowest is number `low_at`, and the highest `high_at`.
@@ -84,14 +84,6 @@ class Distribution:
         edges = [math.ldexp(float(first + i * together), self._exponent) for i in range(len(counts) + 1)]
         return Histogram(counts, np.array(edges))
 
-    def add(self, numbers: NDArray[Any]) -> None:
-        """Take in numbers: 1-D, real, of any dtype but bool; datetimes as their integers, NaT as NaN.
-
-        It takes some times their memory; fastest are so many as stay in the processor's cache.
-        """
-        with np.errstate(all="ignore"):  # NaN, infinity and overflow are data here
-            self.merge(_distribution(numbers))
-
     def merge(self, other: Distribution) -> Self:
         """Take in another distribution, of numbers that come after; it is not changed."""
         if other.low is not None and (self.low is None or other.low < self.low):
@@ -122,7 +114,12 @@ def _wider(cells: Counter[int], doublings: int) -> Counter[int]:
     return found
 
 
-def _distribution(piece: NDArray[Any]) -> Distribution:
+@np.errstate(all="ignore")  # NaN, infinity and overflow are data here
+def distribution(piece: NDArray[Any]) -> Distribution:
+    """Of numbers: 1-D, real, of any dtype but bool; datetimes as their integers, NaT as NaN.
+
+    It takes some times their memory; fastest are so many as stay in the processor's cache.
+    """
     found, numbers, kept = Distribution(), piece, np.arange(0)
     found.count = len(piece)
     if len(piece) and (first := piece[piece.argmin()]) != first:  # NaN, or NaT, if there is one

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
-from arrowcache.explore.distribution import Distribution, Histogram
+from arrowcache.explore.distribution import Distribution, Histogram, distribution
 from arrowcache.explore.numbers import floats, lengths, numbers, real
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
@@ -31,9 +30,7 @@ _DTYPES |= dict.fromkeys(("distinct", "shortest", "longest"), "Int64")
 _DTYPES |= dict.fromkeys(("min", "max", "min_row", "max_row", "histogram"), "object")  # each as it is
 _MOST_BINS = 64
 _MOST_THREADS = 4
-_PIECE = 1 << 21  # numbers that a thread is given at a time
-_SMALL = 1 << 16  # numbers that are not worth a thread
-_CACHED = 1 << 17  # numbers that stay in its cache
+_PIECE = 1 << 17  # numbers that a thread is given at a time: they stay in its cache
 _ROWS_A_LOOK = 1 << 16
 
 
@@ -110,15 +107,8 @@ def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor)
     values = numbers(column, kind)
     pieces = [values[start : start + _PIECE] for start in range(0, len(values), _PIECE)]
     found = Distribution()
-    for part in (pool.map if len(values) > _SMALL else map)(partial(_distribution, kind), pieces):
+    for part in (pool.map if len(pieces) > 1 else map)(lambda piece: distribution(real(piece, kind)), pieces):
         found.merge(part)
-    return found
-
-
-def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
-    found = Distribution()
-    for start in range(0, len(values), _CACHED):
-        found.add(real(values[start : start + _CACHED], kind))
     return found
 
 
@@ -155,7 +145,7 @@ class Summary:
         self.values.merge(found)
         if self._lengths is not None:
             assert isinstance(self._kind, Ragged)
-            self._lengths.add(lengths(column, self._kind))
+            self._lengths.merge(distribution(lengths(column, self._kind)))
         for start in range(0, len(column), _ROWS_A_LOOK):
             if self._distinct is not None:
                 self._distinct.update(self._marks(pc.unique(column.slice(start, _ROWS_A_LOOK))))

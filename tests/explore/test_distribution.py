@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from arrowcache.explore.distribution import Distribution, Histogram
+from arrowcache.explore.distribution import Distribution, Histogram, distribution
 
 DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint64"]
 
@@ -17,7 +17,7 @@ def distribution_of(*parts, piece=1 << 17) -> Distribution:
     found = Distribution()
     for part in map(np.asarray, parts):
         for start in range(0, len(part), piece):
-            found.add(part[start : start + piece])
+            found.merge(distribution(part[start : start + piece]))
     return found
 
 

@@ -113,8 +113,6 @@ def test_an_empty_cache_has_no_extremes(tmp_path):
 
 def test_large_columns_are_divided_among_threads(tmp_path, monkeypatch):
     monkeypatch.setattr("arrowcache.explore.summary._PIECE", 7)
-    monkeypatch.setattr("arrowcache.explore.summary._SMALL", 5)
-    monkeypatch.setattr("arrowcache.explore.summary._CACHED", 3)
     x = np.random.default_rng(0).integers(-1000, 1000, (170, 3)).astype(np.float32)
     z = x.astype(np.complex64) * (1 + 1j)
     frame = describe(

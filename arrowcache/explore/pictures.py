@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from arrowcache.arrow.convert import as_array
 from arrowcache.arrow.schema import FieldType, Ragged
@@ -42,8 +42,7 @@ from arrowcache.units import format_bytes, parse_count
 _SIZE = 192  # pixels a side
 _MOST_TEXT = 60
 _CHANNELS = (1, 3, 4)
-_MAGIC = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
-FILES = tuple(_MAGIC.values())  # of images, that are drawn
+FILES = ("PNG", "JPEG")  # of images, that are drawn
 #: What Pillow raises for what is no image, damaged, or too large
 NO_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _MOST_PIXELS = 64_000_000  # of an image file
@@ -182,18 +181,11 @@ def _smaller(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 def _draw_bytes(data: bytes, size: int) -> tuple[Drawing, str]:
     length = format_bytes(len(data))
-    for magic, name in _MAGIC.items():
-        if data.startswith(magic):
-            return _draw_file(data, name, size)
-    return Words(f"{length} of bytes"), f"{length} of bytes"
-
-
-def _draw_file(data: bytes, name: str, size: int) -> tuple[Drawing, str]:
-    what = f"{name} of {format_bytes(len(data))}"
+    what = f"{length} of bytes"
     try:
-        with Image.open(io.BytesIO(data), formats=[name]) as image:
+        with Image.open(io.BytesIO(data), formats=FILES) as image:
             width, height = image.size
-            what += f", {width} x {height}"
+            what = f"{image.format} of {length}, {width} x {height}"
             if width * height > _MOST_PIXELS:
                 return Words(f"{what}: too large to be drawn"), what
             target = drawing.fitted((height, width), size)
@@ -201,9 +193,10 @@ def _draw_file(data: bytes, name: str, size: int) -> tuple[Drawing, str]:
             if image.mode in ("RGB", "L"):
                 return Pixels(_smaller(image, target)), what
             if image.mode.startswith(("I", "F")):  # 16 bits
-                grey = np.asarray(image)[..., None]
-                return Pixels(_image(grey, size)), what
+                return Pixels(_image(np.asarray(image)[..., None], size)), what
             return Pixels(_smaller(image.convert("RGBA"), target)), what
+    except UnidentifiedImageError:
+        return Words(what), what
     except NO_IMAGE:
         return Words(f"{what}: damaged, or too large to be drawn"), what
 

@@ -62,13 +62,10 @@ def export_parquet(
     names = schema.select(columns, least=1)
     if folder.resolve().is_relative_to(store.folder.path.resolve()):
         raise ValueError(f"{folder} is in the cache's own folder: give another one")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(errno.EEXIST, "a file, and no folder: give a new or an empty one", str(folder))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "the folder holds files already" if folder.is_dir() else "a file, and no folder"
+        raise FileExistsError(errno.EEXIST, f"{what}: give a new or an empty one", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(
-            errno.EEXIST, "the folder holds files already: give a new or an empty one", str(folder)
-        )
     written = []
     with Snapshot.take(store) as snapshot:
         for segment, batch in walk(snapshot, names, "exporting", progress):

@@ -30,6 +30,11 @@ def require_column(schema: Schema, name: str, fits: Callable[[FieldType], bool],
     return schema[name]
 
 
+def has_axes(kind: FieldType | None) -> bool:
+    """Whether a row has many numbers, or none."""
+    return isinstance(kind, Ragged) or (isinstance(kind, Tensor) and bool(kind.shape))
+
+
 def elements(column: pa.Array, kind: Tensor | Ragged) -> pa.Array:
     """All elements of a segment's column, one row after another, as they are stored: a view."""
     stored = column.storage if isinstance(column, pa.ExtensionArray) else column

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.explore.noted import Noted
-from arrowcache.explore.numbers import elements, nested
+from arrowcache.explore.numbers import elements, has_axes, nested
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache, buffers_of, keeps_nothing
 from arrowcache.reading.snapshot import Snapshot
@@ -253,7 +253,7 @@ def _texts(part: Mapping[str, Any], *keys: str) -> Iterator[str]:
 
 
 def _require_number(function: str, column: str, name: str, kind: FieldType) -> None:
-    if not (isinstance(kind, Ragged) or (isinstance(kind, Tensor) and (kind.shape or _is_complex(kind)))):
+    if not has_axes(kind) and not _is_complex(kind):
         return
     if function not in _OF_ELEMENTS:
         meant = _MEANT.get(function)

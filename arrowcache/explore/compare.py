@@ -26,6 +26,7 @@ from arrowcache.units import parse_count
 
 _DRAWN = 200_000  # values of a column, from the oldest and from the newest segments each
 _BINS = 10
+_WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
 _ROWS, _COLUMNS = 8, 9
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue, as in Pillow's "L"
 _PIECE = 1 << 21  # numbers at a time
@@ -59,8 +60,8 @@ def duplicates(
         first row that is the same, `first_seq` and `first_row`; with `near`, also the `bits` that differ;
         all int64.
     Blocks: while the columns are read. Segments are released as they are passed. It takes some 50
-        bytes of memory a row, and a segment's; with `near` 100 a row, and then a time that grows with the
-        square of the number of images that are like none: 8 s for 100,000.
+        bytes of memory a row; with `near` 100, and then a time that grows with the square of the number of
+        images that are like none: 8 s for 100,000.
     Raises: ValueError: with `near`, not one column, or one that holds no images. Else as `describe`.
     """
     store = store_of(cache)
@@ -112,7 +113,7 @@ def _near_duplicates(store: Store, names: Sequence[str], near: int, progress: bo
 
 
 def _hash_rows(columns: Sequence[tuple[pa.Array, FieldType]], digests: NDArray[np.uint64]) -> None:
-    """The xxh3 of each row of a segment: of what is as long in each row and all lengths, then of the rest."""
+    """The xxh3 of each row of a segment: of its narrow columns and all lengths, then of each other one."""
     rows = len(digests)
     packed: list[NDArray[np.uint8]] = [np.empty((rows, 0), np.uint8)]
     others: list[tuple[NDArray[np.int64], memoryview]] = []
@@ -124,8 +125,12 @@ def _hash_rows(columns: Sequence[tuple[pa.Array, FieldType]], digests: NDArray[n
             packed.append(np.diff(ends).view(np.uint8).reshape(rows, 8))
             others.append((ends, memoryview(data or b"").cast("B")))
         else:
-            values = numbers(column, kind)
-            packed.append(values.view(np.uint8).reshape(rows, len(values) // rows * values.itemsize))
+            values = numbers(column, kind).view(np.uint8)
+            width = len(values) // rows
+            if width < _WIDE_BYTES:
+                packed.append(values.reshape(rows, width))
+            else:
+                others.append((np.arange(rows + 1) * width, values.data))
     found = []
     for row, start in enumerate(np.concatenate(packed, axis=1)):
         state = xxhash.xxh3_128(start)

@@ -1,7 +1,8 @@
 """Distribution: count, extremes, mean, variance and histogram of numbers that come in pieces. Pure.
 
-One pass, in bounded memory. Two distributions merge into that of both, in any order: Chan, Golub and LeVeque,
-"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", Stanford STAN-CS-79-773 (1979).
+One pass, in pieces that stay in the processor's cache, and in bounded memory. Two distributions merge into
+that of both, in any order: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
+Sample Variances", Stanford STAN-CS-79-773 (1979).
 
 The histogram's range need not be known before: its cells are [k * w, (k + 1) * w) with w a power of two, and
 where they become too many, w doubles, which makes two cells one. So each count is exact, and the cells of two
@@ -23,6 +24,7 @@ from arrowcache.display import bars
 if TYPE_CHECKING:
     from typing import Self
 
+_PIECE = 1 << 18  # numbers
 _CELLS = 128
 _DIGITS = 50  # cells are never so narrow that float64 cannot number them
 
@@ -99,8 +101,8 @@ class Distribution:
             self._squares += other._squares + difference * difference * (before * share)
             self._mean += difference * share
             exponent = max(self._exponent, other._exponent)
-            parts = [_wider(each._cells, exponent - each._exponent) for each in (self, other)]
-            cells = parts[0] + parts[1]
+            cells = _wider(self._cells, exponent - self._exponent)
+            cells.update(_wider(other._cells, exponent - other._exponent))
             while max(cells) - min(cells) >= _CELLS:
                 cells, exponent = _wider(cells, 1), exponent + 1
             self._cells, self._exponent = cells, exponent
@@ -108,6 +110,8 @@ class Distribution:
 
 
 def _wider(cells: Counter[int], doublings: int) -> Counter[int]:
+    if not doublings:
+        return cells
     found = Counter[int]()
     for cell, count in cells.items():
         found[cell >> doublings] += count
@@ -115,14 +119,19 @@ def _wider(cells: Counter[int], doublings: int) -> Counter[int]:
 
 
 @np.errstate(all="ignore")  # NaN, infinity and overflow are data here
-def distribution(piece: NDArray[Any]) -> Distribution:
-    """Of numbers: 1-D, real, of any dtype but bool; datetimes as their integers, NaT as NaN.
+def distribution(numbers: NDArray[Any]) -> Distribution:
+    """Of numbers: 1-D, real, of any dtype but bool; datetimes as their integers, NaT as NaN."""
+    found = Distribution()
+    scratch = np.empty((2, min(_PIECE, len(numbers))))  # once: allocating takes longer than computing
+    for start in range(0, len(numbers), _PIECE):
+        found.merge(_distribution(numbers[start : start + _PIECE], scratch))
+    return found
 
-    It takes some times their memory; fastest are so many as stay in the processor's cache.
-    """
+
+def _distribution(piece: NDArray[Any], scratch: NDArray[np.float64]) -> Distribution:
     found, numbers, kept = Distribution(), piece, np.arange(0)
     found.count = len(piece)
-    if len(piece) and (first := piece[piece.argmin()]) != first:  # NaN, or NaT, if there is one
+    if (first := piece[piece.argmin()]) != first:  # NaN, or NaT, if there is one
         kept = np.flatnonzero(piece == piece)
         numbers, found.nans = piece[kept], len(piece) - len(kept)
     if not len(numbers):
@@ -138,10 +147,11 @@ def distribution(piece: NDArray[Any]) -> Distribution:
         if not len(numbers):
             return found
         low, high = numbers.min(), numbers.max()
-    values = numbers.astype(np.float64)
+    values, off = scratch[:, : len(numbers)]
+    np.copyto(values, numbers)
     mean = float(values.mean())
     found._mean = mean if math.isfinite(mean) else float((values / len(values)).sum())
-    off = values - found._mean
+    np.subtract(values, found._mean, out=off)
     found._squares = float(np.einsum("i,i", off, off))
     largest = max(abs(float(low)), abs(float(high)))
     exponent = math.frexp(largest)[1] - _DIGITS if largest else 0
@@ -149,7 +159,10 @@ def distribution(piece: NDArray[Any]) -> Distribution:
     while math.floor(math.ldexp(high, -exponent)) - math.floor(math.ldexp(low, -exponent)) >= _CELLS:
         exponent += 1
     first = math.floor(math.ldexp(low, -exponent))
-    counts = np.bincount((np.floor(values * math.ldexp(1.0, -exponent)) - first).astype(np.int64))
+    np.floor(np.multiply(values, math.ldexp(1.0, -exponent), out=values), out=values)  # the product is exact
+    cells = off.view(np.int64)
+    np.copyto(cells, np.subtract(values, first, out=values), casting="unsafe")
+    counts = np.bincount(cells)
     found._cells = Counter({first + cell: int(counts[cell]) for cell in np.flatnonzero(counts).tolist()})
     found._exponent = exponent
     return found

@@ -30,7 +30,7 @@ _DTYPES |= dict.fromkeys(("distinct", "shortest", "longest"), "Int64")
 _DTYPES |= dict.fromkeys(("min", "max", "min_row", "max_row", "histogram"), "object")  # each as it is
 _MOST_BINS = 64
 _MOST_THREADS = 4
-_PIECE = 1 << 17  # numbers that a thread is given at a time: they stay in its cache
+_PIECE = 1 << 21  # numbers that a thread is given at a time
 _ROWS_A_LOOK = 1 << 16
 
 

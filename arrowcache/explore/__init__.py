@@ -3,16 +3,15 @@
     frames.py       head, sample, rows, to_pandas, to_polars: rows as DataFrames, and shown.py: with pictures
     query.py        sql: DuckDB over the mapped files
     summary.py      describe: what each column holds
-    compare.py      duplicates, drift: rows with rows, the oldest with the newest; hashes.py: of images
+    compare.py      duplicates, drift: rows with rows, the oldest with the newest
     neighbours.py   similar, map_of: rows that are like others
     exchange.py     export_parquet, import_parquet
-    walk.py, traceback.py, numbers.py, distribution.py, plain.py    what these have in common
-    pictures.py     picture: a value, drawn small; drawing.py and reduction.py are how
+    walk.py, numbers.py, distribution.py    what these have in common
+    pictures.py     picture: a value, drawn small; drawing.py is how
     galleries.py    gallery: many of them, by the values of another column
     observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
-    plots.py        plot_...: growth, throughput, ages, reuse, what left unread, who contributed, values, maps
-    board.py, lookout.py    what a live monitor shows, and how it is kept up to date
-    widget.py       monitor: live, in a notebook
+    plots.py        plot_...: growth, throughput, reuse, what left unread, who contributed, values, maps
+    widget.py       monitor: live, in a notebook; board.py: what it shows
     explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
     serving.py      the explorer in a browser without Jupyter
     terminal.py     watch: live, in a terminal
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from arrowcache.explore.observation import Observation, observe
     from arrowcache.explore.pictures import picture
     from arrowcache.explore.plots import (
-        plot_ages,
         plot_contribution,
         plot_growth,
         plot_map,
@@ -63,7 +61,7 @@ __all__ = [
     "gallery",
     "Observation", "observe",
     "History",
-    "plot_growth", "plot_throughput", "plot_ages", "plot_reuse", "plot_unread", "plot_contribution",
+    "plot_growth", "plot_throughput", "plot_reuse", "plot_unread", "plot_contribution",
     "plot_values", "plot_map",
     "open",
     "monitor",

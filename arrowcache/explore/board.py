@@ -1,14 +1,18 @@
-"""Board: what a monitor shows of the last look, and of those before: a card, as HTML and as text.
+"""Board: one cache, looked at again and again, as a monitor shows it: a card, or a line.
 
-Texts come from other processes, too: the card shows them as they are, and never as markup.
+Whatever becomes of the cache meanwhile, the board says. Texts come from other processes, too: the card shows
+them as they are, and never as markup.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
+from arrowcache.cache import Cache
 from arrowcache.display import Card, Curves, Part, Table
+from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.history import History, LoaderRate
 from arrowcache.explore.observation import (
     FIRST_SEEN,
@@ -17,9 +21,15 @@ from arrowcache.explore.observation import (
     SamplerAtWork,
     SeenLoader,
     WaitingWriter,
+    observe,
 )
-from arrowcache.units import format_bytes, format_count, format_seconds, format_share
+from arrowcache.explore.walk import AnyCache
+from arrowcache.storage.locks import file_identity
+from arrowcache.storage.recovery import store_of
+from arrowcache.units import format_bytes, format_count, format_seconds, format_share, parse_seconds
 
+_LEAST_INTERVAL = 0.05
+_LOCK_TIMEOUT_SECONDS = 2.0
 _LEASE = ("pid", "leased", "segments", "bytes", "for", "by")
 _SAMPLER = ("pid", "task", "rows drawn", "last row", "waits", "sampler")
 _WAITING = ("pid", "waits for", "because", "writer")
@@ -28,49 +38,90 @@ _RIGHT = {"pid", "leased", "bytes", "for", "rows drawn", "last row", "waits for"
 _RIGHT |= {"epochs", "batches", "delivered", "now", "stall"}
 
 
-def board_of(history: History, error: str | None = None, path: object = "", is_live: bool = True) -> Card:
-    """Everything to be shown, of the last look; leases come last, since a small window cuts what does.
+class Board:
+    """The cache at a path, and what was seen of it.
 
     Args:
-        error: why that look failed; then the rest is of the one before it.
-        path: of the cache.
-        is_live: whoever shows it goes on looking.
+        cache: a Cache, or the path of one.
+    Raises: FileNotFoundError, CacheFormatError: no such cache, at first.
     """
-    seen = history.last
-    parts: list[Part] = [f"{'' if is_live else 'stopped, '}{_clock(seen, error)}"]
-    if error is not None:
-        parts.append(error)
-    if seen is not None:
-        curves = [(name, _newest(rates), rates) for name, rates in _rates(history).items()]
-        parts += [*seen.stats.parts(), Curves(curves)]
-        loaders = {rate.key: rate for rate in history.moments[-1].loaders}
-        for title, head, rows in (
-            ("Loaders: none", _LOADER, [_loader(each, loaders.get(each.key)) for each in seen.loaders]),
-            ("Samplers at work: none", _SAMPLER, [_sampler(sampler) for sampler in seen.samplers]),
-            ("Waiting writers: none", _WAITING, [_waiting(writer, seen) for writer in seen.waiting]),
-            ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
-        ):
-            parts.append(Table(head, rows, right=_RIGHT) if rows else title)
-    return Card("Cache", str(path if seen is None else seen.path), parts)
+
+    def __init__(self, cache: AnyCache) -> None:
+        self.path = store_of(cache).folder.path
+        self.history = History()
+        self.error: str | None = None  # why the last look failed
+        self._cache: Cache | None = None  # one of its own, which nobody closes
+        self._identity: tuple[int, int] | None = None
+
+    def look(self) -> None:
+        """Add an observation to the history, or say in `error` why not: the cache is gone, or its lock held.
+
+        After an error the next look begins anew, so that it finds whatever is there by then.
+        Blocks: while cache.lock is held by another, for 2 s.
+        """
+        try:
+            identity = file_identity(os.stat(self.path))
+            if self._cache is None or identity != self._identity:
+                self._cache, self._identity = Cache.open(self.path), identity
+            seen = observe(self._cache, self.history.last, lock_timeout=_LOCK_TIMEOUT_SECONDS)
+        except (ArrowCacheError, OSError) as error:
+            self._cache, self.error = None, sentence_of(error)
+        else:
+            self.history.add(seen)
+            self.error = None
+
+    def card(self, is_live: bool = True) -> Card:
+        """All of the last look that succeeded; leases come last, since a small window cuts what does.
+
+        Args:
+            is_live: whoever shows it goes on looking.
+        """
+        seen = self.history.last
+        parts: list[Part] = [f"{'' if is_live else 'stopped, '}{self._clock()}"]
+        if self.error is not None:
+            parts.append(self.error)
+        if seen is not None:
+            curves = [(name, _newest(rates), rates) for name, rates in _rates(self.history).items()]
+            parts += [*seen.stats.parts(), Curves(curves)]
+            loaders = {rate.key: rate for rate in self.history.moments[-1].loaders}
+            for title, head, rows in (
+                ("Loaders: none", _LOADER, [_loader(each, loaders.get(each.key)) for each in seen.loaders]),
+                ("Samplers at work: none", _SAMPLER, [_sampler(sampler) for sampler in seen.samplers]),
+                ("Waiting writers: none", _WAITING, [_waiting(writer, seen) for writer in seen.waiting]),
+                ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
+            ):
+                parts.append(Table(head, rows, right=_RIGHT) if rows else title)
+        return Card("Cache", str(self.path), parts)
+
+    def line(self) -> str:
+        """The same in one line."""
+        seen = self.history.last
+        if self.error is not None or seen is None:
+            return f"{self._clock()} {self.error}"
+        rates = ", ".join(f"{name} {_newest(values)}" for name, values in _rates(self.history).items())
+        counts = (
+            f"{len(seen.leases)} leases, {len(seen.waiting)} waiting, {len(seen.loaders)} loaders, "
+            f"{len(seen.samplers)} samplers"
+        )
+        rows = sum(sampler.rows for sampler in seen.samplers)
+        drawn = f" ({format_count(rows, 'row')} drawn)" if rows else ""
+        return f"{self._clock()} {seen.stats.parts()[0]}; {rates}; {counts}{drawn}"
+
+    def _clock(self) -> str:
+        seen = None if self.error else self.history.last
+        return time.strftime("%H:%M:%S", time.localtime(seen.time if seen else None))
 
 
-def line_of(history: History, error: str | None = None) -> str:
-    """The same in one line."""
-    seen = history.last
-    if error is not None or seen is None:
-        return f"{_clock(seen, error)} {error}"
-    rates = ", ".join(f"{name} {_newest(values)}" for name, values in _rates(history).items())
-    counts = (
-        f"{len(seen.leases)} leases, {len(seen.waiting)} waiting, {len(seen.loaders)} loaders, "
-        f"{len(seen.samplers)} samplers"
-    )
-    rows = sum(sampler.rows for sampler in seen.samplers)
-    drawn = f" ({format_count(rows, 'row')} drawn)" if rows else ""
-    return f"{_clock(seen, error)} {seen.stats.parts()[0]}; {rates}; {counts}{drawn}"
+def parse_interval(interval: float) -> float:
+    """Seconds between two looks.
 
-
-def _clock(seen: Observation | None, error: str | None) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seen.time if seen and not error else None))
+    Raises: ValueError, TypeError: no such time.
+    """
+    is_too_small = isinstance(interval, int | float) and not interval >= _LEAST_INTERVAL
+    seconds = None if is_too_small else parse_seconds(interval, "interval")
+    if seconds is None:
+        raise ValueError(f"interval={interval!r} must be seconds, {_LEAST_INTERVAL} at least")
+    return seconds
 
 
 def _rates(history: History) -> dict[str, list[float]]:

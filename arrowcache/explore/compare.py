@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
+from PIL import Image
 
-from arrowcache.arrow.schema import FieldType, Ragged, Tensor
-from arrowcache.explore.distribution import Distribution
-from arrowcache.explore.hashes import group_near, hashes_of, holds_images
+from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor
 from arrowcache.explore.numbers import numbers, real, require_column
-from arrowcache.explore.summary import describing_threads, distribution_of
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.explore.pictures import FILES, NO_IMAGE, channel_axis
+from arrowcache.explore.summary import Summary, summarize
+from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
 from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
-_WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
 _DRAWN = 200_000  # values of a column, from the oldest and from the newest segments each
 _BINS = 10
+_WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
+_ROWS, _COLUMNS = 8, 9
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue, as in Pillow's "L"
+_PIECE = 1 << 21  # numbers at a time
 
 
 @keeps_nothing
@@ -113,40 +115,105 @@ def _near_duplicates(store: Store, names: Sequence[str], near: int, progress: bo
 def _hash_rows(columns: Sequence[tuple[pa.Array, FieldType]], digests: NDArray[np.uint64]) -> None:
     """The xxh3 of each row of a segment: of its narrow columns and all lengths, then of each other one."""
     rows = len(digests)
-    narrow: list[NDArray[np.uint8]] = []
-    wide: list[tuple[NDArray[np.int64], memoryview]] = []
+    packed: list[NDArray[np.uint8]] = [np.empty((rows, 0), np.uint8)]
+    others: list[tuple[NDArray[np.int64], memoryview]] = []
     for column, kind in columns:
-        if isinstance(column, pa.ExtensionArray):
-            column = column.storage.values
-        elif isinstance(kind, Tensor) and kind.is_list:
-            column = column.values
-        if isinstance(kind, Ragged) or column.type in (pa.utf8(), pa.binary()):
+        if isinstance(kind, Ragged | String | Binary):
             data = column.buffers()[-1]
             item = column.values.type.bit_width // 8 if isinstance(kind, Ragged) else 1
             ends = np.frombuffer(column.buffers()[1], np.int32, rows + 1).astype(np.int64) * item
-            narrow.append(np.diff(ends).view(np.uint8).reshape(rows, 8))
-            wide.append((ends, memoryview(data or b"").cast("B")))
-            continue
-        values = np.frombuffer(column.buffers()[-1], np.uint8, len(column) * (column.type.bit_width // 8))
-        width = len(values) // rows
-        if width < _WIDE_BYTES:
-            narrow.append(values.reshape(rows, width))
+            packed.append(np.diff(ends).view(np.uint8).reshape(rows, 8))
+            others.append((ends, memoryview(data or b"").cast("B")))
         else:
-            wide.append((np.arange(rows + 1, dtype=np.int64) * width, values.data))
-    packed = np.concatenate(narrow, axis=1) if narrow else np.empty((rows, 0), np.uint8)
-    if not wide:
-        digest = xxhash.xxh3_128_digest
-        text = b"".join([digest(row) for row in packed])
-    else:
-        text = b"".join([_digest(packed, wide, row) for row in range(rows)])
-    digests[:] = np.frombuffer(text, np.uint64).reshape(rows, 2)
+            values = numbers(column, kind).view(np.uint8)
+            width = len(values) // rows
+            if width < _WIDE_BYTES:
+                packed.append(values.reshape(rows, width))
+            else:
+                others.append((np.arange(rows + 1) * width, values.data))
+    found = []
+    for row, start in enumerate(np.concatenate(packed, axis=1)):
+        state = xxhash.xxh3_128(start)
+        for ends, data in others:
+            state.update(data[ends[row] : ends[row + 1]])
+        found.append(state.digest())
+    digests[:] = np.frombuffer(b"".join(found), np.uint64).reshape(rows, 2)
 
 
-def _digest(packed: NDArray[np.uint8], wide: list[tuple[NDArray[np.int64], memoryview]], row: int) -> bytes:
-    state = xxhash.xxh3_128(packed[row])
-    for ends, data in wide:
-        state.update(data[ends[row] : ends[row + 1]])
-    return state.digest()
+def holds_images(kind: FieldType) -> bool:
+    if isinstance(kind, Tensor):
+        return len(kind.shape) == 2 or (len(kind.shape) == 3 and channel_axis(kind.shape) is not None)
+    return isinstance(kind, Binary)
+
+
+def hashes_of(column: pa.Array, kind: FieldType) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """The hash of each row of a segment's column, and whether it has one: a damaged file has none."""
+    if not isinstance(kind, Tensor):
+        found = [_file_hash(value.as_buffer()) for value in column]
+        return np.array([hash_ or 0 for hash_ in found], np.uint64), np.array([h is not None for h in found])
+    flat, size = numbers(column, kind), math.prod(kind.shape)
+    rows = max(1, _PIECE // size)
+    parts = []
+    with np.errstate(all="ignore"):  # whatever the numbers are
+        for start in range(0, len(column), rows):
+            piece = real(flat[start * size : (start + rows) * size], kind)
+            parts.append(difference_hashes(piece.astype(np.float32).reshape(-1, *kind.shape)))
+    return np.concatenate(parts), np.ones(len(column), bool)
+
+
+def difference_hashes(images: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """The hash of each of several images, (n, h, w), or with channels, of which alpha is left out."""
+    if images.ndim == 4:
+        images = np.moveaxis(images, 1 + (channel_axis(images.shape[1:]) or 0), 3)
+        images = images[..., :3] @ _LUMA if images.shape[3] >= 3 else images[..., 0]
+    for axis, cells in ((1, _ROWS), (2, _COLUMNS)):
+        edges = np.arange(cells) * images.shape[axis] // cells
+        sizes = np.maximum(1, np.diff(edges, append=images.shape[axis]))
+        images = np.add.reduceat(images, edges, axis=axis) / (sizes[:, None] if axis == 1 else sizes)
+    bits = images[:, :, :-1] < images[:, :, 1:]
+    return np.packbits(bits.reshape(len(bits), 64), axis=1).view(np.uint64).reshape(-1)
+
+
+def _file_hash(data: pa.Buffer) -> int | None:
+    try:
+        with Image.open(io.BytesIO(data), formats=FILES) as image:
+            image.draft("L", (8 * _COLUMNS, 8 * _ROWS))  # JPEG: decoded small at once
+            small = image.convert("L").resize((_COLUMNS, _ROWS), Image.Resampling.BOX)
+    except NO_IMAGE:
+        return None
+    return int(difference_hashes(np.asarray(small, np.float32)[None])[0])
+
+
+def group_near(hashes: NDArray[np.uint64], most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each hash the place of the first one of its group, and how many bits differ from that. Pure.
+
+    In their order, a hash joins the oldest group whose first one differs in at most `most` bits, or begins
+    one. So those that begin groups differ in more, and nothing is chained. It takes some nanoseconds for each
+    two that are compared: each different hash with the first one of each group.
+    """
+    different, places, which = np.unique(hashes, return_index=True, return_inverse=True)
+    firsts, first_places = np.empty_like(different), np.empty_like(places)
+    first_of, bits = np.empty_like(places), np.zeros_like(places)
+    count = 0
+    for at in np.argsort(places).tolist():
+        off = _bits(firsts[:count] ^ different[at])
+        near = off <= most
+        group = int(near.argmax()) if count else 0
+        if count and near[group]:
+            first_of[at], bits[at] = first_places[group], off[group]
+        else:
+            firsts[count], first_places[count], first_of[at] = different[at], places[at], places[at]
+            count += 1
+    return first_of[which], bits[which]
+
+
+def _bits(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """The number of ones in each word, which NumPy 2 has as bitwise_count."""
+    ones: NDArray[np.uint8] = _ONES[words.view(np.uint16)].reshape(-1, 4).sum(axis=1, dtype=np.uint8)
+    return ones
+
+
+_ONES = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)
 
 
 @keeps_nothing
@@ -194,45 +261,18 @@ def drift(
         oldest, newest = frozenset(seqs[:count]), frozenset(seqs[-count:])
         with Snapshot.take(store, lambda segment: segment.seq in oldest) as part:
             snapshot.release_oldest(len(seqs) - count)  # `part` has the oldest, and moves on
-            first = _look(part, wanted, "oldest", progress)
+            first = summarize(part, wanted, "oldest segments", progress, _DRAWN)
         with Snapshot.take(store, lambda segment: segment.seq in newest) as part:
             snapshot.close()
-            last = _look(part, wanted, "newest", progress)
+            last = summarize(part, wanted, "newest segments", progress, _DRAWN)
     rows = [_difference(first[name], last[name]) for name in names]
     frame = pd.DataFrame(rows, index=pd.Index(names, name="column"))
     return frame.sort_values("ks", ascending=False, kind="stable")
 
 
-class _Side(NamedTuple):
-    """The oldest or the newest values of a column."""
-
-    all: Distribution
-    drawn: list[NDArray[Any]]
-
-
-def _look(
-    snapshot: Snapshot, kinds: Mapping[str, Tensor | Ragged], which: str, progress: bool | None
-) -> dict[str, _Side]:
-    sides = {name: _Side(Distribution(), []) for name in kinds}
-    rng, rows = np.random.default_rng(0), len(snapshot)
-    with describing_threads() as pool:
-        for segment, batch in walk(snapshot, tuple(kinds), f"{which} segments", progress):
-            draws = -(-_DRAWN * segment.rows // rows)
-            for name, kind in kinds.items():
-                column = batch.column(name)
-                sides[name].all.merge(distribution_of(column, kind, pool))
-                values = numbers(column, kind)
-                if len(values) > draws:
-                    values = values[np.sort(rng.integers(0, len(values), draws))]
-                sides[name].drawn.append(real(values, kind).astype(np.float64))  # a copy
-                del column, values
-            del batch
-    return sides
-
-
-def _difference(first: _Side, newest: _Side) -> dict[str, float]:
+def _difference(first: Summary, newest: Summary) -> dict[str, float]:
     row: dict[str, float] = {}
-    for which, side in (("first", first.all), ("newest", newest.all)):
+    for which, side in (("first", first.values), ("newest", newest.values)):
         nan_share = side.nans / side.count if side.count else math.nan
         row |= {f"{which}_mean": side.mean, f"{which}_std": side.std, f"{which}_nan": nan_share}
     drawn = [np.sort(np.concatenate(side.drawn)) for side in (first, newest)]

@@ -2,6 +2,15 @@
 
 Guarantees: a file under its name is complete, and was not there before; a value comes back as it was.
 Must never: overwrite a file, round a value, or leave out a row without an error.
+
+Columns are written in types that every reader of Parquet knows; arrow/foreign.py has them back:
+
+    Tensor(dtype, shape)         the dtype's own type, or fixed_size_list<T>[elements of a row], in C order
+    Ragged(dtype, inner_shape)   list<T>, or list<fixed_size_list<T>[elements of an entry]>
+    bool, bfloat16               bool, float32; a complex number is two elements
+    Timestamp()                  timestamp[us, UTC]
+
+A field's metadata says, as in a segment, which type it was.
 """
 
 from __future__ import annotations
@@ -14,15 +23,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
+from arrowcache.explore.numbers import bfloat16_values, elements, nested
 from arrowcache.explore.parquet import ParquetImport
-from arrowcache.explore.plain import plain, plain_schema
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 
 _GROUP_BYTES = 16 << 20  # of a row group
+_UTC = pa.timestamp("us", "UTC")
 
 
 @keeps_nothing
@@ -35,8 +44,8 @@ def export_parquet(
     """Write what a cache holds as Parquet files, one a segment, named `<seq>.parquet`.
 
     It is one snapshot of everything, also of the oldest segments that an epoch would leave to the samplers.
-    A segment's lease ends when its file is complete. Any reader of Parquet reads them: plain.py says in
-    which types; `import_parquet` has the tensors back.
+    A segment's lease ends when its file is complete. Any reader of Parquet reads them: their types are
+    plain; `import_parquet` has the tensors back.
 
     Args:
         folder: a new or empty one, outside of the cache's.
@@ -53,23 +62,38 @@ def export_parquet(
     names = schema.select(columns, least=1)
     if folder.resolve().is_relative_to(store.folder.path.resolve()):
         raise ValueError(f"{folder} is in the cache's own folder: give another one")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(errno.EEXIST, "a file, and no folder: give a new or an empty one", str(folder))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "the folder holds files already" if folder.is_dir() else "a file, and no folder"
+        raise FileExistsError(errno.EEXIST, f"{what}: give a new or an empty one", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(
-            errno.EEXIST, "the folder holds files already: give a new or an empty one", str(folder)
-        )
     written = []
     with Snapshot.take(store) as snapshot:
         for segment, batch in walk(snapshot, names, "exporting", progress):
-            arrays = [plain(batch.column(name), schema[name]) for name in names]
-            table = pa.RecordBatch.from_arrays(arrays, names=list(names))
+            arrays = [_plain(batch.column(name), schema[name]) for name in names]
+            fields = [
+                pa.field(name, array.type, nullable=False, metadata=schema.arrow.field(name).metadata)
+                for name, array in zip(names, arrays, strict=True)
+            ]
             path = folder / f"{segment.seq:020d}.parquet"
-            _write(table.cast(plain_schema(table, schema)), path)
+            _write(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), path)
             written.append(path)
-            del batch, arrays, table
+            del batch, arrays
     return written
+
+
+def _plain(column: pa.Array, kind: FieldType) -> pa.Array:
+    """A column of a snapshot's record batch in plain types; a view, but for bool and bfloat16."""
+    if isinstance(kind, Timestamp):
+        return column.view(_UTC)
+    if not isinstance(kind, Tensor | Ragged):
+        return column
+    values = elements(column, kind)
+    if kind.dtype == "bool":
+        values = values.cast(pa.bool_())
+    elif kind.dtype == "bfloat16":
+        values = pa.array(bfloat16_values(values.to_numpy()))
+    is_list = kind.is_list if isinstance(kind, Tensor) else kind.elements > 1
+    return nested(values, column, kind, [kind.elements] * is_list)
 
 
 def _write(table: pa.RecordBatch, path: Path) -> None:

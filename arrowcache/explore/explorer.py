@@ -31,7 +31,6 @@ from arrowcache.explore.shown import Rows
 from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.locks import file_identity
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.units import format_count
@@ -248,10 +247,10 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
 
     def _find_anew(self) -> None:
         """Begin anew, where another cache is in the place of the one that was shown."""
+        assert self._mark is not None
         with explaining(self._store.folder.path):
             status = os.stat(self._store.folder.lease_lock)
-        assert self._mark is not None
-        if file_identity(status) != file_identity(os.fstat(self._mark.fileno())):
+        if not os.path.samestat(status, os.fstat(self._mark.fileno())):
             self._begin(Cache.open(self._store.folder.path))
             self.con.execute(f"drop table if exists main.{TABLE}")
 

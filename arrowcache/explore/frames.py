@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,9 +148,19 @@ def _gathered(
     else:
         names = schema.select(chosen)  # raises
     kinds = _ID_KINDS | noted.kinds | dict(schema)
-    values = {**snapshot.locate(ids), **snapshot.gather(ids, names)}
+    gathered = snapshot.gather(ids, names)
+    values = {**snapshot.locate(ids), **{name: _as_numbers(kinds[name], gathered[name]) for name in names}}
     values |= {name: noted.column(name)[ids] for name in noted.kinds if name in chosen}
     return {name: kinds[name] for name in chosen}, values
+
+
+def _as_numbers(kind: FieldType | None, values: ColumnData) -> ColumnData:
+    """The values, of bfloat16 as float32."""
+    if not isinstance(kind, Tensor | Ragged) or kind.dtype != "bfloat16":
+        return values
+    if isinstance(values, Values):
+        return Values(bfloat16_values(values.data), values.offsets)
+    return bfloat16_values(np.asarray(values))
 
 
 def _frame(kinds: _Kinds, values: Mapping[str, ColumnData]) -> Rows:
@@ -166,8 +176,6 @@ def _series(kind: FieldType | None, values: ColumnData) -> Any:
         return values
     if isinstance(kind, Timestamp):
         return pd.Series(values).dt.tz_localize("UTC")
-    if isinstance(kind, Ragged | Tensor) and kind.dtype == "bfloat16":
-        values = _map(bfloat16_values, values)
     if isinstance(values, Values):
         parts = (values.data[a:b] for a, b in itertools.pairwise(values.offsets.tolist()))
         return np.fromiter(parts, object)
@@ -188,8 +196,6 @@ def _polars(kind: FieldType | None, values: ColumnData) -> pl.Series:
     if kind is None or isinstance(kind, String | Binary):
         text = pl.Binary if isinstance(kind, Binary) else pl.String
         return pl.Series(list(values), dtype=text if kind is not None else pl.List(text))
-    if isinstance(kind, Tensor | Ragged) and kind.dtype == "bfloat16":
-        values = _map(bfloat16_values, values)
     data = np.ascontiguousarray(values.data if isinstance(values, Values) else values)
     if data.dtype.kind == "c":
         data = data.view(data.real.dtype).reshape(*data.shape, 2)
@@ -198,9 +204,3 @@ def _polars(kind: FieldType | None, values: ColumnData) -> pl.Series:
         lists = pa.LargeListArray.from_arrays(pa.array(values.offsets), series.to_arrow())
         return pl.Series(lists)
     return series.dt.replace_time_zone("UTC") if isinstance(kind, Timestamp) else series
-
-
-def _map(function: Callable[[NDArray[Any]], NDArray[Any]], values: ColumnData) -> ColumnData:
-    if isinstance(values, Values):
-        return Values(function(values.data), values.offsets)
-    return function(np.asarray(values))

@@ -12,9 +12,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from arrowcache import display
-from arrowcache.arrow.schema import FieldType, Schema, String, Tensor, Timestamp
+from arrowcache.arrow.schema import Binary, FieldType, Schema, String
 from arrowcache.display import printable, shorten
-from arrowcache.explore.numbers import require_column
+from arrowcache.explore.numbers import has_axes, require_column
 from arrowcache.explore.pictures import Picture, picture
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
@@ -169,7 +169,7 @@ def _asked(rows: object, by: str | None) -> NDArray[np.int64]:
 
 
 def _has_pictures(kind: FieldType) -> bool:
-    return not isinstance(kind, Timestamp) and not (isinstance(kind, Tensor) and not kind.shape)
+    return has_axes(kind) or isinstance(kind, String | Binary)
 
 
 def _is_one(kind: FieldType) -> bool:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Ragged
 from arrowcache.display import BLUE
 from arrowcache.explore.drawing import Pixels, to_html
-from arrowcache.explore.pictures import picture
+from arrowcache.explore.numbers import floats
+from arrowcache.explore.pictures import channel_axis, picture
 
 _AUDIO: Any = display.Audio  # without types
 _PIXELS = 400  # of the longer side, as shown first
 _MOST_PIXELS = 2048  # to be seen by zooming in
-_CHANNELS = (1, 3, 4)
 _MOST_PLOTTED = 200_000  # numbers of a signal; of a longer one `picture` draws the lowest and highest
 _FEWEST_HEARD = 4000  # numbers of a signal that may be sound
 _RATE = 16_000  # numbers a second, where no column tells
@@ -66,9 +66,9 @@ def slice_html(value: NDArray[Any], at: int) -> str:
     """One slice of a volume, in colors that all its slices share; or one image of several."""
     one = _slices(value)[at]
     if one.ndim == 2:
-        some = _real(value.reshape(-1)[:: 1 + value.size // _LIMITS_OF])
+        some = floats(value.reshape(-1)[:: 1 + value.size // _LIMITS_OF])
         low, high = np.percentile(some[np.isfinite(some)], (1, 99)) if np.isfinite(some).any() else (0, 1)
-        one = colormaps["viridis"](Normalize(low, high)(_real(one)), bytes=True)[..., :3]
+        one = colormaps["viridis"](Normalize(low, high)(floats(one)), bytes=True)[..., :3]
     return _picture(one)
 
 
@@ -82,7 +82,7 @@ def _picture(value: Any, kind: FieldType | None = None, most_pixels: int = _MOST
 
 
 def _is_image(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS)
+    return len(shape) == 3 and channel_axis(shape) is not None
 
 
 def _slices(value: NDArray[Any]) -> NDArray[Any]:
@@ -90,13 +90,9 @@ def _slices(value: NDArray[Any]) -> NDArray[Any]:
     return value.reshape(-1, *value.shape[-3 if _is_image(value.shape[-3:]) else -2 :])
 
 
-def _real(value: NDArray[Any]) -> NDArray[np.float64]:
-    return np.abs(value) if value.dtype.kind == "c" else value.astype(np.float64)
-
-
 def _signal(value: NDArray[Any], rate: float) -> str:
     """A plot, and where it may be sound a player of it."""
-    numbers = _real(value)
+    numbers = floats(value)
     figure = Figure(figsize=(9, 2.2), layout="tight")
     axes = figure.add_subplot()
     axes.plot(numbers, linewidth=0.8, color=BLUE)

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
 from arrowcache.explore.frames import frame_of
-from arrowcache.explore.numbers import real, require_column
+from arrowcache.explore.numbers import floats, require_column
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
@@ -181,8 +181,8 @@ def _chunks(
     rows = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // (8 * kind.elements)))
     for start in range(0, len(places), rows):
         some = places[start : start + rows]
-        values = real(np.asarray(snapshot.gather(some, [column])[column]).reshape(len(some), -1), kind)
-        values = values.astype(np.float64)  # of which scikit-learn is faster than of float32
+        values = np.asarray(snapshot.gather(some, [column])[column]).reshape(len(some), -1)
+        values = floats(values, kind)  # of which scikit-learn is faster than of float32
         is_finite = np.isfinite(values).all(axis=1)
         if not finite:
             yield some, values

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.stats import STAGES, bottleneck_of
 from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS
 from arrowcache.storage.counters import COUNTERS, Readout, parse_counters
@@ -23,7 +24,7 @@ from arrowcache.storage.overview import CacheStats
 from arrowcache.storage.page import seen_pages
 from arrowcache.storage.proc import OpenFile, command, open_files, started
 from arrowcache.storage.progress import PROGRESS, State, seen_samplers
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
 FIRST_SEEN, PROCESS_START = "first seen", "process start"
@@ -124,7 +125,7 @@ class Observation:
 
 
 def observe(
-    cache: HasStore | str | os.PathLike[str],
+    cache: AnyCache,
     previous: Observation | None = None,
     *,
     lock_timeout: float = LOCK_TIMEOUT_SECONDS,
@@ -147,11 +148,13 @@ def observe(
     still_leased = store.leased(survey.segments)
     known = None if previous is None or previous.cache != identity else previous.leases
     leases = [
-        lease
-        for holder in holders
-        if (lease := _lease(holder, survey.segments, known, now)) is not None
-    ]  # fmt: skip
-    leases += _unseen(holders, [s for s in survey.leased if s in still_leased], known, now)
+        _held(holder.pid, holder.command, covered, known, now)
+        for holder in holders  # but an evictor's, for a moment, is on nothing that is there
+        if (covered := [segment for segment in survey.segments if segment.seq in holder.locked])
+    ]
+    held = [segment for segment in survey.leased if segment in still_leased]
+    if unseen := [s for s in held if not any(s.seq in holder.locked for holder in holders)]:
+        leases.append(_held(None, UNSEEN, unseen, known, now))  # that somebody leased all the time
     return Observation(
         time=now,
         clock=clock,
@@ -161,27 +164,13 @@ def observe(
         segments=tuple(survey.segments),
         leases=tuple(sorted(leases, key=lambda lease: (lease.first_seq, lease.last_seq, lease.pid or 0))),
         waiting=_waiting(store, survey.segments, holders),
-        loaders=_loaders(files, identity),
+        loaders=tuple(
+            _loader(page.key, page.pid, shown)
+            for page in seen_pages(COUNTERS, identity, files)
+            if (shown := parse_counters(page.data, time.perf_counter())) is not None
+        ),
         samplers=_samplers(files, store.folder.path),
     )
-
-
-def _lease(
-    holder: Holder, listed: Sequence[SegmentInfo], known: Sequence[HeldLease] | None, now: float
-) -> HeldLease | None:
-    """None: it is on nothing that is there, such as an evictor's for a moment."""
-    covered = [segment for segment in listed if segment.seq in holder.locked]
-    if not covered:
-        return None
-    return _held(holder.pid, holder.command, covered, known, now)
-
-
-def _unseen(
-    holders: Sequence[Holder], leased: Sequence[SegmentInfo], known: Sequence[HeldLease] | None, now: float
-) -> list[HeldLease]:
-    """What somebody leased all the time, and no process that is seen."""
-    rest = [segment for segment in leased if not any(segment.seq in holder.locked for holder in holders)]
-    return [_held(None, UNSEEN, rest, known, now)] if rest else []
 
 
 def _held(
@@ -234,12 +223,6 @@ def _why(listed: Sequence[SegmentInfo], holders: Sequence[Holder]) -> str:
     if not names:
         return f"the oldest segment, {oldest}, was leased, or is by {UNSEEN}"
     return f"the oldest segment, {oldest}, is leased by {' and '.join(names)}"
-
-
-def _loaders(files: Sequence[OpenFile], cache: tuple[int, int]) -> tuple[SeenLoader, ...]:
-    pages = seen_pages(COUNTERS, cache, files)
-    shown = [(page, parse_counters(page.data, time.perf_counter())) for page in pages]
-    return tuple(_loader(page.key, page.pid, each) for page, each in shown if each is not None)
 
 
 def _samplers(files: Sequence[OpenFile], folder: Path) -> tuple[SamplerAtWork, ...]:

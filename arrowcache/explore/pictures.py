@@ -29,21 +29,20 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from arrowcache.arrow.convert import as_array
 from arrowcache.arrow.schema import FieldType, Ragged
 from arrowcache.display import printable, shorten
-from arrowcache.explore import reduction
-from arrowcache.explore.drawing import Drawing, Pixels, Words, colored, line, side_by_side, to_html
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore import drawing
+from arrowcache.explore.drawing import Drawing, Pixels, Words, colored
+from arrowcache.explore.numbers import bfloat16_values, floats
 from arrowcache.units import format_bytes, parse_count
 
 _SIZE = 192  # pixels a side
 _MOST_TEXT = 60
 _CHANNELS = (1, 3, 4)
-_MAGIC = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
-FILES = tuple(_MAGIC.values())  # of images, that are drawn
+FILES = ("PNG", "JPEG")  # of images, that are drawn
 #: What Pillow raises for what is no image, damaged, or too large
 NO_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _MOST_PIXELS = 64_000_000  # of an image file
@@ -64,7 +63,7 @@ class Picture:
         return f"<Picture: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        return to_html(self.drawing, self.summary, self.size)
+        return drawing.to_html(self.drawing, self.summary, self.size)
 
     def _repr_png_(self) -> bytes | None:
         return self.drawing.to_png(self.size) if isinstance(self.drawing, Pixels) else None
@@ -103,7 +102,7 @@ def plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype == "bfloat16" and array.dtype == np.uint16:
         return bfloat16_values(array)
     if array.dtype.kind == "M" and array.ndim:
-        return np.where(np.isnat(array), np.nan, array.astype(np.int64).astype(np.float64))
+        return floats(array)
     return array.astype(np.float32) if array.dtype == np.float16 and array.ndim else array
 
 
@@ -120,10 +119,10 @@ def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> 
         array = np.abs(array)
         what += ", magnitude"
     channels = channel_axis(array.shape, is_ragged) if array.ndim == 3 else None
-    lowest, highest = reduction.extent(array)
+    lowest, highest = drawing.extent(array)
     bad = array.size - int(np.isfinite(array).sum()) if array.dtype.kind == "f" else 0
     if bad and bad < array.size and not np.isfinite([lowest, highest]).all():
-        lowest, highest = reduction.extent(array[np.isfinite(array)])
+        lowest, highest = drawing.extent(array[np.isfinite(array)])
     nans = f", {bad:,} not finite" if bad else ""
     if bad == array.size:
         return Words("no finite number"), f"{what}, no finite number"
@@ -135,15 +134,15 @@ def _draw_array(array: NDArray[Any], dtype: str, is_ragged: bool, size: int) -> 
         return Words(text + nans), f"{what}, {text}{nans}"
     if channels is not None:
         return Pixels(_image(np.moveaxis(array, channels, 2), size)), summary
-    unit = partial(reduction.scaled, low=lowest, high=highest)
+    unit = partial(drawing.scaled, low=lowest, high=highest)
     if array.ndim == 1:
-        return line(*reduction.envelope(unit(array), size), size), summary
+        return drawing.line(*drawing.envelope(unit(array), size), size), summary
     if array.ndim == 2:
-        return Pixels(colored(*reduction.contrasted([_plane(array, size, unit)])), is_map=True), summary
+        return Pixels(colored(*drawing.contrasted([_plane(array, size, unit)])), is_map=True), summary
     tile = 2 * size // 3
     planes = [_plane(array.take(n // 2, axis), tile, unit) for axis, n in enumerate(array.shape)]
-    slices = [colored(plane) for plane in reduction.contrasted(planes)]
-    return Pixels(side_by_side(slices, tile), is_map=True, lengths=2), summary
+    slices = [colored(plane) for plane in drawing.contrasted(planes)]
+    return Pixels(drawing.side_by_side(slices, tile), is_map=True, lengths=2), summary
 
 
 def channel_axis(shape: tuple[int, ...], is_ragged: bool = False) -> int | None:
@@ -157,19 +156,19 @@ def channel_axis(shape: tuple[int, ...], is_ragged: bool = False) -> int | None:
 def _plane(
     array: NDArray[Any], size: int, unit: Callable[[NDArray[Any]], NDArray[np.float64]]
 ) -> NDArray[np.float64]:
-    target = reduction.fitted(array.shape, size)
-    return reduction.reduced(unit(reduction.thinned(array, target)), target)
+    target = drawing.fitted(array.shape, size)
+    return drawing.reduced(unit(drawing.thinned(array, target)), target)
 
 
 def _image(array: NDArray[Any], size: int) -> Image.Image:
     """(h, w, c) as an image of at most `size` pixels a side."""
-    target = reduction.fitted(array.shape[:2], size)
-    array = reduction.thinned(array, target)
+    target = drawing.fitted(array.shape[:2], size)
+    array = drawing.thinned(array, target)
     if array.dtype != np.uint8:
         color, alpha = array[..., :3], np.clip(array[..., 3:].astype(np.float64), 0, 1)
-        lowest, highest = reduction.extent(color[np.isfinite(color)])
+        lowest, highest = drawing.extent(color[np.isfinite(color)])
         if array.dtype.kind != "f" or not 0 <= lowest <= highest <= 1:
-            (color,) = reduction.contrasted([reduction.scaled(color, lowest, highest)])
+            (color,) = drawing.contrasted([drawing.scaled(color, lowest, highest)])
         values = np.concatenate([color, alpha], axis=2)
         array = np.where(np.isfinite(values), (255 * values).round(), 0).astype(np.uint8)
     grey_or_color = array[..., 0] if array.shape[2] == 1 else array
@@ -182,28 +181,22 @@ def _smaller(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 def _draw_bytes(data: bytes, size: int) -> tuple[Drawing, str]:
     length = format_bytes(len(data))
-    for magic, name in _MAGIC.items():
-        if data.startswith(magic):
-            return _draw_file(data, name, size)
-    return Words(f"{length} of bytes"), f"{length} of bytes"
-
-
-def _draw_file(data: bytes, name: str, size: int) -> tuple[Drawing, str]:
-    what = f"{name} of {format_bytes(len(data))}"
+    what = f"{length} of bytes"
     try:
-        with Image.open(io.BytesIO(data), formats=[name]) as image:
+        with Image.open(io.BytesIO(data), formats=FILES) as image:
             width, height = image.size
-            what += f", {width} x {height}"
+            what = f"{image.format} of {length}, {width} x {height}"
             if width * height > _MOST_PIXELS:
                 return Words(f"{what}: too large to be drawn"), what
-            target = reduction.fitted((height, width), size)
+            target = drawing.fitted((height, width), size)
             image.draft("RGB", (2 * size, 2 * size))  # JPEG: decoded small at once
             if image.mode in ("RGB", "L"):
                 return Pixels(_smaller(image, target)), what
             if image.mode.startswith(("I", "F")):  # 16 bits
-                grey = np.asarray(image)[..., None]
-                return Pixels(_image(grey, size)), what
+                return Pixels(_image(np.asarray(image)[..., None], size)), what
             return Pixels(_smaller(image.convert("RGBA"), target)), what
+    except UnidentifiedImageError:
+        return Words(what), what
     except NO_IMAGE:
         return Words(f"{what}: damaged, or too large to be drawn"), what
 

@@ -7,7 +7,6 @@ or one of your own that you `add` observations to). Without `ax` each plot has a
 from __future__ import annotations
 
 import datetime as dt
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -18,22 +17,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History, Moment
-from arrowcache.explore.numbers import real, require_column
+from arrowcache.explore.numbers import require_column
+from arrowcache.explore.summary import Summary
+from arrowcache.explore.walk import AnyCache
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.stats import LoaderStats
-from arrowcache.reading.values import Values
 from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
-Source = HasStore | str | os.PathLike[str]
 _MIB = 1 << 20
 _MOST_SEGMENTS = 400  # of plot_values: more are no wider than a pixel
 _MOST_VALUES = 4096  # of each
@@ -41,7 +39,7 @@ _MOST_COLORS = 20  # of plot_map: different values with a color each
 _FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
 
 
-def plot_growth(cache: Source, history: History | None = None, *, ax: Axes | None = None) -> Axes:
+def plot_growth(cache: AnyCache, history: History | None = None, *, ax: Axes | None = None) -> Axes:
     """Bytes in the cache over time, and the capacity.
 
     What is there now tells when it was published. With a history: what the cache held, and the bytes that
@@ -81,38 +79,7 @@ def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
     return _over_time(ax)
 
 
-def plot_ages(
-    cache: Source,
-    delivered: LoaderStats | ArrayLike | None = None,
-    *,
-    bins: int = 40,
-    ax: Axes | None = None,
-) -> Axes:
-    """How old samples are, since they were published: rows by age.
-
-    Args:
-        delivered: of those that a loader delivered: the `_age_seconds` of its batches (`with_ids=True`),
-            or its `stats()`, which know the mean.
-    """
-    bins = parse_count(bins, "bins")
-    at_delivery = _seconds(delivered)
-    survey = store_of(cache).survey()
-    now = dt.datetime.now(dt.timezone.utc).timestamp()
-    ages = np.array([max(0.0, now - segment.published) for segment in survey.segments])
-    rows = np.array([segment.rows for segment in survey.segments])
-    ax = _axes(ax, "Age of samples", "share of rows")
-    ax.set_xlabel("seconds since they were published")
-    if len(ages):
-        ax.hist(ages, bins, weights=rows / rows.sum(), label="in the cache", alpha=0.7)
-    if isinstance(delivered, LoaderStats):
-        ax.axvline(delivered.age_seconds, color="C1", label="at delivery, on average")
-    elif len(at_delivery):
-        share = np.full(len(at_delivery), 1 / len(at_delivery))
-        ax.hist(at_delivery, bins, weights=share, label="at delivery", alpha=0.7)
-    return _with_legend(ax)
-
-
-def plot_reuse(cache: Source, *, ax: Axes | None = None) -> Axes:
+def plot_reuse(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
     """How many epochs read the segments that are in the cache: segments by epochs."""
     store = store_of(cache)
     epochs = store.usage.served(np.array([segment.seq for segment in store.survey().segments], np.int64))
@@ -133,7 +100,7 @@ def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
     return _over_time(ax)
 
 
-def plot_contribution(cache: Source, *, ax: Axes | None = None) -> Axes:
+def plot_contribution(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
     """Rows in the cache by who published them: each sampler pool and seed, each import, plain writers."""
     rows: dict[str, int] = defaultdict(int)
     for segment in store_of(cache).survey().segments:
@@ -145,11 +112,11 @@ def plot_contribution(cache: Source, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_values(cache: Source, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
+def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
     """The distribution of a column's values, segment by segment: a heat map, oldest segment on the left.
 
-    Of each segment up to 4096 values are read, evenly spread over it; of a cache of more than 400 segments,
-    400 of them, evenly spread, too. One segment is leased at a time; one that is evicted first is left out.
+    Of each segment up to 4096 values are read, drawn at random; of a cache of more than 400 segments, 400 of
+    them, evenly spread. One segment is leased at a time; one that is evicted first is left out.
     What is not finite is left out.
 
     Raises: ValueError: no such column, or one without numbers; a cache without values of it.
@@ -194,43 +161,21 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _seconds(delivered: LoaderStats | ArrayLike | None) -> NDArray[np.float64]:
-    """The ages at delivery, if they are given."""
-    if delivered is None or isinstance(delivered, LoaderStats):
-        return np.empty(0)
-    try:
-        return np.asarray(delivered, float).ravel()
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"delivered must be ages in seconds, or the stats() of a loader, not {delivered!r}"
-        ) from None
-
-
 def _has_numbers(kind: FieldType) -> bool:
     is_list = isinstance(kind, Tensor | Ragged) and not kind.dtype.startswith("complex")
     return is_list or isinstance(kind, Timestamp)
 
 
 def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:
-    """Some finite values of a segment, evenly spread; none if it is gone."""
+    """Some finite values of a segment, timestamps as seconds since 1970; none if it is gone."""
+    summary = Summary(kind)
     with Snapshot.take(store, lambda other: other.seq == segment.seq) as snapshot:
-        elements = kind.elements if isinstance(kind, Tensor) else 1
-        rows = min(len(snapshot), max(1, _MOST_VALUES // max(1, elements)))
-        if not rows:
-            return np.empty(0)
-        ids = np.linspace(0, len(snapshot) - 1, rows).round().astype(np.int64)
-        given: Any = snapshot.gather(ids, [name])[name]
-    found = _numbers(given.data if isinstance(given, Values) else given, kind)
-    found = found[:: max(1, len(found) // _MOST_VALUES)]
-    return np.clip(found[np.isfinite(found)], -_FARTHEST, _FARTHEST)
-
-
-def _numbers(values: NDArray[Any], kind: FieldType) -> NDArray[np.float64]:
-    """Values as float64; timestamps as seconds since 1970."""
-    if isinstance(kind, Timestamp):
-        return values.astype("datetime64[us]").astype(np.int64) / 1e6
-    with np.errstate(invalid="ignore"):  # some bits are NaNs that warn
-        return real(values.reshape(-1), kind).astype(np.float64)
+        for batch in snapshot.record_batches([name]):
+            summary.draw(batch.column(0), np.random.default_rng(0), _MOST_VALUES)
+            del batch
+    found: NDArray[np.float64] = np.concatenate([np.empty(0), *summary.drawn])
+    found = found[np.isfinite(found)] / (1e6 if isinstance(kind, Timestamp) else 1)
+    return np.clip(found, -_FARTHEST, _FARTHEST)
 
 
 def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:

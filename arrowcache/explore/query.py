@@ -8,9 +8,9 @@ put right by a view, where it costs nothing unless it is asked for.
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import duckdb
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.explore.noted import Noted
+from arrowcache.explore.numbers import elements, has_axes, nested
 from arrowcache.explore.shown import Rows
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, buffers_of
+from arrowcache.explore.walk import AnyCache, buffers_of, keeps_nothing
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import will_need, will_read_on
 from arrowcache.storage.recovery import store_of
@@ -53,9 +53,7 @@ _OF_ELEMENTS = {
 }
 _MEANT = {"avg": "t_mean", "mean": "t_mean", "min": "t_min", "max": "t_max"}
 _MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
-_FOR_NUMBERS = "|".join([*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS])
-_BEFORE_A_NAME = {"as", "end", ")", "]"}
-_NAMES_ALL = re.compile(r"[*]|\bcolumns\b|(^|\()\s*from\b|\b(table|summarize|describe|show|pivot|unpivot)\b")
+_FOR_NUMBERS = {*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS}
 _MOST_NAMED = 20
 _SMALL_BYTES = 4 << 20
 
@@ -99,30 +97,31 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     store = store_of(cache)
     schema = store.settings.schema
     names = _told_apart(schema)
-    _require_numbers(query, schema, names)
     with connect() as connection:
+        asked = _Asked(connection, query)
+        asked.require_numbers(dict(zip(names, schema.values(), strict=True)))
         with Snapshot.take(store) as snapshot:
-            noted, words = Noted(store, snapshot), _words(query)
-            is_all = _names_all(words)
+            noted = Noted(store, snapshot)
             shown = [
-                name for name in noted.kinds if (is_all and name in noted.names) or name.lower() in words
+                name for name in noted.kinds if (asked.names_all and name in noted.names) or asked.names(name)
             ]
             notes = {name: _noted(noted.kinds[name], noted.column(name)) for name in shown}
             batches = create_view(connection, snapshot, schema, list(schema), notes=notes)
-        for name in _named(query, schema):
-            for batch in batches:
-                _announce(batch.column(name))
+        for name in schema:
+            if asked.names_all or asked.names(name):  # of the others it would read page by page, and be right
+                for batch in batches:
+                    _announce(batch.column(name))
         view = connection.table(TABLE)
         types = dict(
             zip(view.columns[len(ID_COLUMNS) :], map(str, view.types[len(ID_COLUMNS) :]), strict=True)
         )
-        if any(macro in query.lower() for macro in _OF_ELEMENTS):
+        if any(map(asked.names, _OF_ELEMENTS)):
             connection.execute(_macros(types, schema))
         try:
             result = connection.sql(query)
             if result is None:
                 raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
-            nested = {
+            shapes = {
                 name: tuple(int(size) for size in reversed(re.findall(r"\d+", match[1])))
                 for name, kind in zip(result.columns, result.types, strict=True)
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
@@ -131,7 +130,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             frame = Rows(result.df())
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
-    for name, shape in nested.items():
+    for name, shape in shapes.items():
         if list(frame.columns).count(name) == 1:
             frame[name] = pd.Series([_stacked(value, shape) for value in frame[name]], dtype=object)
     frame.kinds = {
@@ -188,7 +187,7 @@ def _ids(snapshot: Snapshot) -> pa.Table:
 
 def _macros(types: Mapping[str, str], schema: Schema) -> str:
     """The macros of elements, for each type of number that a column has and as many axes, and for doubles."""
-    kinds = zip(types.values(), schema.values(), strict=True)
+    kinds = zip(types.values(), schema.values(), strict=False)  # notes are behind them
     shown = [kind for kind, logical in kinds if isinstance(logical, Tensor | Ragged)]
     deepest = max((kind.count("[") for kind in shown), default=1)
     bases = sorted({"DOUBLE", *(kind.partition("[")[0] for kind in shown)})
@@ -207,77 +206,72 @@ def _macros(types: Mapping[str, str], schema: Schema) -> str:
     return "".join(made)
 
 
-def _require_numbers(query: str, schema: Schema, names: Sequence[str]) -> None:
-    """Refuse what is asked of tensors as if they were one number, which DuckDB would compare as lists.
+class _Asked:
+    """What a query names, as DuckDB parses it. Where that does not tell, as of `pivot`, it is everything."""
 
-    Raises: ValueError: names the function, the column, and what was meant.
-    """
-    kinds = {_folded(name): kind for name, kind in zip(names, schema.values(), strict=True)}
-    code, given = _code_of(query)
-    for call in re.finditer(
-        rf'\b({_FOR_NUMBERS})\s*\(\s*(?:{TABLE}\.)?("(?:[^"]|"")+"|\w+)\s*\)', code, re.IGNORECASE
-    ):
-        function, column = call[1].lower(), call[2]
-        name = _unquoted(column)
-        kind = kinds.get(_folded(name))
-        if _folded(name) in given:
-            continue  # it may stand for another
-        if not (isinstance(kind, Ragged) or (isinstance(kind, Tensor) and (kind.shape or _is_complex(kind)))):
-            continue
-        if function not in _OF_ELEMENTS:
-            meant = _MEANT.get(function)
-            ways = f"{meant}({column})" if meant else f"{', '.join(_OF_ELEMENTS)} of it"
-            raise ValueError(
-                f"{function}({column}) is of one number a row, and {name!r} has many a row: "
-                f"of its elements there {'is' if meant else 'are'} {ways}, such as in "
-                f"select avg({meant or 't_mean'}({column})) from {TABLE}"
-            )
-        if _is_complex(kind) and function != "t_norm":
-            raise ValueError(
-                f"{function}({column}) would mix real and imaginary parts, since {name!r} is complex: "
-                f"t_norm({column}) is its norm, and {column}[...][1] the real part of an element"
-            )
+    def __init__(self, connection: duckdb.DuckDBPyConnection, query: str) -> None:
+        self._query, self._parts = query.encode(), list[dict[str, Any]]()
+        found = connection.execute("select json_serialize_sql($1, skip_default := true)", [query]).fetchall()
+        try:
+            self._is_unknown = json.loads(found[0][0], object_hook=self._take)["error"]
+        except RecursionError:  # of hundreds of operators, each in the one before
+            self._is_unknown = True
+        self.names_all = self._is_unknown or any(part.get("class") == "STAR" for part in self._parts)
+        self._words = {word.lower() for part in self._parts for word in _texts(part)}
+
+    def _take(self, part: dict[str, Any]) -> dict[str, Any]:
+        self._parts.append(part)
+        return part
+
+    def names(self, name: str) -> bool:
+        """Whether it seems to name this one, or one like it that has a number."""
+        return self._is_unknown or any(word.startswith(name.lower()) for word in self._words)
+
+    def require_numbers(self, kinds: Mapping[str, FieldType]) -> None:
+        """Refuse what is asked of tensors as if they were one number, which DuckDB would compare as lists.
+
+        Raises: ValueError: names the function, the column, and what was meant.
+        """
+        given = {_folded(word) for part in self._parts for word in _texts(part, "alias", "column_name_alias")}
+        columns = {_folded(name): (name, kind) for name, kind in kinds.items() if _folded(name) not in given}
+        for part in self._parts:
+            function = part.get("function_name", "").lower()
+            match part.get("arguments"):
+                case [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last]} as named}] if (
+                    function in _FOR_NUMBERS and _folded(last) in columns
+                ):
+                    start: int = named.get("query_location", 0)
+                    column = self._query[start : start + named["query_location_length"]].decode()
+                    _require_number(function, column, *columns[_folded(last)])
 
 
-def _code_of(query: str) -> tuple[str, set[bytes]]:
-    """A query without its texts and comments, and the names that it gives, folded, with or without `as`."""
-    encoded, tokens = query.encode(), duckdb.tokenize(query)
-    ends = [*(start for start, _ in tokens), len(encoded)][1:]
-    code, given, before, is_value = "", set(), "", False
-    for (start, kind), end in zip(tokens, ends, strict=True):
-        part = encoded[start:end].decode()
-        if kind == duckdb.token_type.comment:
-            code += " "
-            continue
-        if kind == duckdb.token_type.string_const:
-            part = "'' "
-        word = part.strip()
-        if word == ":":  # as in name: value
-            given.add(_folded(_unquoted(before)))
-        elif before.lower() in _BEFORE_A_NAME or is_value:
-            given.add(_folded(_unquoted(word)))
-        code, before = code + part, word
-        is_value = word != "." and kind not in (duckdb.token_type.operator, duckdb.token_type.keyword)
-    return code, given
+def _texts(part: Mapping[str, Any], *keys: str) -> Iterator[str]:
+    """The texts in a part of a parsed query, under these keys, or all."""
+    for key in keys or part:
+        value = part.get(key)
+        yield from (word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str))
+
+
+def _require_number(function: str, column: str, name: str, kind: FieldType) -> None:
+    if not has_axes(kind) and not _is_complex(kind):
+        return
+    if function not in _OF_ELEMENTS:
+        meant = _MEANT.get(function)
+        ways = f"{meant}({column})" if meant else f"{', '.join(_OF_ELEMENTS)} of it"
+        raise ValueError(
+            f"{function}({column}) is of one number a row, and {name!r} has many a row: "
+            f"of its elements there {'is' if meant else 'are'} {ways}, such as in "
+            f"select avg({meant or 't_mean'}({column})) from {TABLE}"
+        )
+    if _is_complex(kind) and function != "t_norm":
+        raise ValueError(
+            f"{function}({column}) would mix real and imaginary parts, since {name!r} is complex: "
+            f"t_norm({column}) is its norm, and {column}[...][1] the real part of an element"
+        )
 
 
 def _is_complex(kind: FieldType | None) -> bool:
     return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith("complex")
-
-
-def _named(query: str, schema: Schema) -> list[str]:
-    """The columns that a query seems to name. Of the others it would read page by page, and be right."""
-    words = _words(query)
-    return list(schema) if _names_all(words) else [name for name in schema if name.lower() in words]
-
-
-def _words(query: str) -> str:
-    """A query in which names are looked for, quoted ones as they are."""
-    return re.sub(r"count\s*\(\s*\*\s*\)", "", query.lower()).replace('""', '"')
-
-
-def _names_all(words: str) -> bool:
-    return _NAMES_ALL.search(words) is not None
 
 
 def _noted(kind: FieldType | None, values: NDArray[Any]) -> pa.Array:
@@ -331,21 +325,14 @@ def _readable(table: pa.Table, schema: Schema, names: Sequence[str]) -> pa.Table
 def _nested(array: pa.Array, kind: FieldType) -> pa.Array:
     if not isinstance(kind, Tensor | Ragged):
         return array
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    is_list = isinstance(kind, Ragged) or kind.is_list
-    values = array.values if is_list else array
+    values = elements(array, kind)
     if values.type == pa.float16():
         values = values.view(pa.uint16())
-    pair = (2,) if kind.dtype.startswith("complex") else ()
-    for size in reversed((*(kind.shape if isinstance(kind, Tensor) else kind.inner_shape), *pair)):
-        values = pa.FixedSizeListArray.from_arrays(values, size)
-    if isinstance(kind, Tensor):
-        return values
-    offsets = array.offsets
-    if kind.elements > 1:
-        offsets = pa.compute.divide(offsets, pa.scalar(kind.elements, pa.int32()))
-    return pa.ListArray.from_arrays(offsets, values)
+    return nested(values, array, kind, (*_shape(kind), *[2] * _is_complex(kind)))
+
+
+def _shape(kind: Tensor | Ragged) -> tuple[int, ...]:
+    return kind.shape if isinstance(kind, Tensor) else kind.inner_shape
 
 
 def _column(name: str, kind: FieldType) -> str:
@@ -355,7 +342,7 @@ def _column(name: str, kind: FieldType) -> str:
         return f"case when {quoted} >= '-infinity'::timestamp then {quoted} end as {quoted}"
     if not isinstance(kind, Tensor | Ragged):
         return quoted
-    shape = kind.shape if isinstance(kind, Tensor) else kind.inner_shape
+    shape = _shape(kind)
     sizes = "".join(f"[{size}]" for size in reversed(shape)) + "[]" * isinstance(kind, Ragged)
     if kind.dtype == "bool":
         return f"{quoted}::boolean{sizes} as {quoted}"
@@ -373,10 +360,6 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _unquoted(name: str) -> str:
-    return name[1:-1].replace('""', '"') if name.startswith('"') else name
-
-
 def _stacked(value: Any, shape: tuple[int, ...]) -> Any:
     """A nested array, of which pandas gets an array of arrays, as one of (len(value), *shape)."""
     if not isinstance(value, np.ndarray) or not shape or any(part is None for part in value):
@@ -389,11 +372,9 @@ def _sentence(message: str, columns: Sequence[str]) -> str:
     """What DuckDB says in many lines, in one, with the names that may have been meant."""
     lines = message.partition("\n\n")[0].split("\n")
     what = re.sub(r"^[A-Z]\w+( \w+)? Error: ", "", lines[0]).rstrip("!. ")
-    unknown = re.search(r'column "([^"]+)"|Table with name (\S+)|"([^"]+)"', what)
-    name = next(filter(None, unknown.groups())) if unknown else ""
-    names = [TABLE, *columns]
-    meant = get_close_matches(name, names) if name not in names else []
-    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    hint = (
+        f"; {lines[1]}" if lines[1:] and lines[1].startswith(("Did you mean", "Candidate bindings")) else ""
+    )
     if re.search(r"'[^']+\([^']*\]", what):  # a function of a nested type
         hint += f"; of the elements of a tensor there are {', '.join(_OF_ELEMENTS)}"
     shown = [*columns[:_MOST_NAMED], *["..."] * (len(columns) > _MOST_NAMED)]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from arrowcache.arrow.schema import FieldType, Ragged, Tensor
+from arrowcache.arrow.schema import FieldType
 from arrowcache.display import shorten
 from arrowcache.errors import ArrowCacheError, sentence_of
+from arrowcache.explore.numbers import has_axes
 
 _MOST_TEXT = 200
 _SIZE = 96  # pixels a side of a picture in a cell
@@ -49,7 +50,7 @@ def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
 
     def cell(value: Any) -> str:
         if not isinstance(value, np.ndarray | bytes | bytearray | str) and (
-            value is None or not _has_axes(kind)
+            value is None or not has_axes(kind)
         ):
             return html.escape(shorten(str(value), _MOST_TEXT))
         from arrowcache.explore.pictures import picture  # matplotlib's colours, for those who look
@@ -60,7 +61,3 @@ def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
             return html.escape(shorten(f"cannot be drawn: {sentence_of(error)}", _MOST_TEXT))
 
     return cell
-
-
-def _has_axes(kind: FieldType | None) -> bool:
-    return isinstance(kind, Ragged) or (isinstance(kind, Tensor) and bool(kind.shape))

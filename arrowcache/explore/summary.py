@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
-from arrowcache.explore.distribution import Distribution, Histogram
-from arrowcache.explore.numbers import is_copied, lengths, numbers, real
-from arrowcache.explore.traceback import keeps_nothing
-from arrowcache.explore.walk import AnyCache, walk
+from arrowcache.explore.distribution import Distribution, Histogram, distribution
+from arrowcache.explore.numbers import floats, lengths, numbers, real
+from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import RowId
@@ -33,8 +31,6 @@ _DTYPES |= dict.fromkeys(("min", "max", "min_row", "max_row", "histogram"), "obj
 _MOST_BINS = 64
 _MOST_THREADS = 4
 _PIECE = 1 << 21  # numbers that a thread is given at a time
-_SMALL = 1 << 16  # numbers that are not worth a thread
-_CONVERTED = 1 << 18  # numbers at a time, where they must be
 _ROWS_A_LOOK = 1 << 16
 
 
@@ -72,13 +68,9 @@ def describe(
     schema = store.settings.schema
     names = schema.select(columns, least=1)
     bins = parse_count(bins, "bins", most=_MOST_BINS)
-    summaries = {name: _Summary(schema[name]) for name in names}
-    with Snapshot.take(store) as snapshot, describing_threads() as pool:
-        for segment, batch in walk(snapshot, names, "describing", progress):
-            for name, summary in summaries.items():
-                summary.add(batch.column(name), pool, segment.seq)
-            del batch
-    rows = [summary.row(bins) for summary in summaries.values()]
+    with Snapshot.take(store) as snapshot:
+        found = summarize(snapshot, {name: schema[name] for name in names}, "describing", progress)
+    rows = [summary.row(bins) for summary in found.values()]
     index = pd.Index(names, name="column")
     has_moments = any(isinstance(schema[name], Timestamp) for name in names)
     dtypes = _DTYPES | dict.fromkeys(("mean", "std"), "object" if has_moments else "float64")
@@ -90,9 +82,21 @@ def describe(
     )
 
 
-def describing_threads() -> ThreadPoolExecutor:
-    """A few: others are at work on this machine."""
-    return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "arrowcache-describe")
+def summarize(
+    snapshot: Snapshot, kinds: Mapping[str, FieldType], what: str, progress: bool | None, draws: int = 0
+) -> dict[str, Summary]:
+    """What a snapshot's columns hold, with some `draws` of the numbers of each. Blocks, raises: as `walk`."""
+    found = {name: Summary(kind) for name, kind in kinds.items()}
+    rng, rows = np.random.default_rng(0), len(snapshot)
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))  # a few: others are at work on this machine
+    with ThreadPoolExecutor(threads, "arrowcache-describe") as pool:
+        for segment, batch in walk(snapshot, tuple(kinds), what, progress):
+            for name, summary in found.items():
+                summary.add(batch.column(name), pool, segment.seq)
+                if draws:
+                    summary.draw(batch.column(name), rng, -(-draws * segment.rows // rows))
+            del batch
+    return found
 
 
 def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor) -> Distribution:
@@ -103,16 +107,8 @@ def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor)
     values = numbers(column, kind)
     pieces = [values[start : start + _PIECE] for start in range(0, len(values), _PIECE)]
     found = Distribution()
-    for part in (pool.map if len(values) > _SMALL else map)(partial(_distribution, kind), pieces):
+    for part in (pool.map if len(pieces) > 1 else map)(lambda piece: distribution(real(piece, kind)), pieces):
         found.merge(part)
-    return found
-
-
-def _distribution(kind: FieldType, values: NDArray[Any]) -> Distribution:
-    found = Distribution()
-    size = _CONVERTED if is_copied(kind) else max(1, len(values))
-    for start in range(0, len(values), size):
-        found.add(real(values[start : start + size], kind))
     return found
 
 
@@ -124,12 +120,13 @@ def _row_of(at: int, count: int, column: pa.Array, kind: FieldType) -> int:
     return at * len(column) // count
 
 
-class _Summary:
-    """What was seen of one column."""
+class Summary:
+    """What was seen of one column: its `values`, of text and bytes the lengths; `drawn` are some of them."""
 
     def __init__(self, kind: FieldType) -> None:
         self._kind = kind
-        self._values = Distribution()
+        self.values = Distribution()
+        self.drawn: list[NDArray[np.float64]] = []
         self._low_id: RowId | None = None  # of the first row with the least value
         self._high_id: RowId | None = None
         self._lengths = Distribution() if isinstance(kind, Ragged) else None
@@ -139,21 +136,28 @@ class _Summary:
         self._distinct: set[Any] | None = set() if is_countable else None
 
     def add(self, column: pa.Array, pool: ThreadPoolExecutor, seq: int) -> None:
-        before, found = self._values, distribution_of(column, self._kind, pool)
+        before, found = self.values, distribution_of(column, self._kind, pool)
         if not isinstance(self._kind, String | Binary):
             if found.low is not None and (before.low is None or found.low < before.low):
                 self._low_id = RowId(seq, _row_of(found.low_at, found.count, column, self._kind))
             if found.high is not None and (before.high is None or found.high > before.high):
                 self._high_id = RowId(seq, _row_of(found.high_at, found.count, column, self._kind))
-        self._values.merge(found)
+        self.values.merge(found)
         if self._lengths is not None:
             assert isinstance(self._kind, Ragged)
-            self._lengths.add(lengths(column, self._kind))
+            self._lengths.merge(distribution(lengths(column, self._kind)))
         for start in range(0, len(column), _ROWS_A_LOOK):
             if self._distinct is not None:
                 self._distinct.update(self._marks(pc.unique(column.slice(start, _ROWS_A_LOOK))))
                 if len(self._distinct) > MOST_DISTINCT:
                     self._distinct = None
+
+    def draw(self, column: pa.Array, rng: np.random.Generator, count: int) -> None:
+        """Keep at most `count` of a segment's numbers, as `floats`."""
+        values = numbers(column, self._kind)
+        if len(values) > count:
+            values = values[np.sort(rng.integers(0, len(values), count))]
+        self.drawn.append(floats(values, self._kind))
 
     def _marks(self, values: pa.Array) -> Iterator[Any]:
         """What tells values apart and is small."""
@@ -164,7 +168,7 @@ class _Summary:
                 yield xxhash.xxh3_128_digest(value.as_buffer())
 
     def row(self, bins: int) -> dict[str, Any]:
-        values = self._values
+        values = self.values
         is_text = isinstance(self._kind, String | Binary)
         sizes = values if is_text else self._lengths
         row: dict[str, Any] = {

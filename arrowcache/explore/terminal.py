@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from arrowcache.explore.board import board_of, line_of
-from arrowcache.explore.lookout import Lookout
-from arrowcache.storage.recovery import HasStore
-from arrowcache.units import parse_seconds
-
-_LEAST_INTERVAL = 0.05
+from arrowcache.explore.board import Board, parse_interval
+from arrowcache.explore.walk import AnyCache
 
 
 def watch(
-    cache: HasStore | str | os.PathLike[str],
+    cache: AnyCache,
     interval: float = 1.0,
     *,
     once: bool = False,
@@ -37,44 +32,27 @@ def watch(
     """
     seconds = parse_interval(interval)
     console = console or Console()
-    lookout = Lookout(cache)
+    board = Board(cache)
     try:
         is_live = console.is_terminal and not console.is_dumb_terminal  # one that can draw over what is there
         if once or not is_live:
             while True:
-                console.print(view(lookout) if is_live else line(lookout), soft_wrap=not is_live)
+                console.print(look(board, is_live), soft_wrap=not is_live)
                 if once:
                     return
                 time.sleep(seconds)  # Ctrl-C in the wait of an Event may come out as a RuntimeError
-        live = Live(view(lookout), console=console, auto_refresh=False, screen=False)
+        live = Live(look(board), console=console, auto_refresh=False, screen=False)
         try:
             live.start(refresh=True)
             while True:
                 time.sleep(seconds)
-                live.update(view(lookout), refresh=True)
+                live.update(look(board), refresh=True)
         finally:  # of Ctrl-C while it starts, too: the cursor comes back
             live.stop()
     except KeyboardInterrupt:
         pass
 
 
-def parse_interval(interval: float) -> float:
-    """Seconds between two looks.
-
-    Raises: ValueError, TypeError: no such time.
-    """
-    is_too_small = isinstance(interval, int | float) and not interval >= _LEAST_INTERVAL
-    seconds = None if is_too_small else parse_seconds(interval, "interval")
-    if seconds is None:
-        raise ValueError(f"interval={interval!r} must be seconds, {_LEAST_INTERVAL} at least")
-    return seconds
-
-
-def view(lookout: Lookout) -> Text:
-    error = lookout.look()
-    return Text(board_of(lookout.history, error, lookout.path).as_text())
-
-
-def line(lookout: Lookout) -> Text:
-    error = lookout.look()
-    return Text(line_of(lookout.history, error))
+def look(board: Board, is_whole: bool = True) -> Text:
+    board.look()
+    return Text(board.card().as_text() if is_whole else board.line())

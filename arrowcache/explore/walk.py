@@ -1,14 +1,17 @@
 """Walk: a cache's segments one after another, oldest first, in bounded memory.
 
-What is passed is released, so that samplers go on; the segment ahead is being read meanwhile.
+What is passed is released, so that samplers go on; the segment ahead is being read meanwhile. Nor does an
+error keep anything: a notebook has the last one until the next, with all its frames.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import pyarrow as pa
 
@@ -18,6 +21,8 @@ from arrowcache.storage.mapping import will_need
 from arrowcache.storage.recovery import HasStore
 
 AnyCache = HasStore | str | os.PathLike[str]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def walk(
@@ -44,23 +49,14 @@ def walk(
 
 
 def progress_bar(progress: bool | None, **options: object) -> Any:
-    """A bar of tqdm's, with its options, on stderr; in a notebook on stdout, since stderr is red there.
+    """A bar of tqdm's, with its options: a widget in a notebook, else on stderr.
 
     Args:
         progress: show it; None: in a terminal or a notebook.
     """
-    import tqdm  # as in sampling/pool.py
+    from tqdm.auto import tqdm  # asyncio, for those who look at much
 
-    in_notebook = _in_notebook()
-    if progress is None:
-        progress = in_notebook or sys.stderr.isatty()
-    return tqdm.tqdm(**options, disable=not progress, file=sys.stdout if in_notebook else sys.stderr)
-
-
-def _in_notebook() -> bool:
-    """Whether a kernel runs this; that others have imported what kernels are made of says nothing."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+    return tqdm(**options, disable=None if progress is None else not progress)
 
 
 def _announced(batch: pa.RecordBatch | None) -> pa.RecordBatch | None:
@@ -75,3 +71,24 @@ def buffers_of(column: pa.Array) -> list[pa.Buffer]:
     """Where a column of a snapshot's record batch lies."""
     stored = column.storage if isinstance(column, pa.ExtensionArray) else column
     return [buffer for buffer in stored.buffers() if buffer is not None and buffer.size]
+
+
+def keeps_nothing(function: Callable[P, R]) -> Callable[P, R]:
+    """Have what a function raises, Ctrl-C too, refer to none of its values, which hold mappings and leases.
+
+    Lines and messages of the traceback stay; so do the values of an error that was being handled before.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = sys.exc_info()[1]
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            seen: BaseException | None = error
+            while seen is not None and seen is not before:
+                traceback.clear_frames(seen.__traceback__)
+                seen = seen.__context__
+            raise
+
+    return called

@@ -14,18 +14,16 @@ import ipywidgets
 
 from arrowcache.display import Card
 from arrowcache.errors import sentence_of
-from arrowcache.explore.board import board_of
+from arrowcache.explore.board import Board, parse_interval
 from arrowcache.explore.history import History
-from arrowcache.explore.lookout import Lookout
-from arrowcache.explore.terminal import parse_interval
+from arrowcache.explore.walk import AnyCache
 from arrowcache.lifetimes import Closable
 from arrowcache.os_errors import start
-from arrowcache.storage.recovery import HasStore
 
 _JOIN_SECONDS = 5.0
 
 
-def monitor(cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> Monitor:
+def monitor(cache: AnyCache, interval: float = 1.0) -> Monitor:
     """Show a cache in a notebook while others use it: fill, rates, leases, waiting samplers, loaders.
 
     Nothing is leased. If the cache vanishes, the widget says so, and goes on when it is back. It moves until
@@ -43,10 +41,10 @@ class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets sh
 
     _thread: threading.Thread | None = None
 
-    def __init__(self, cache: HasStore | str | os.PathLike[str], interval: float = 1.0) -> None:
+    def __init__(self, cache: AnyCache, interval: float = 1.0) -> None:
         self._stopped = threading.Event()  # first: what fails below is closed, too
         self._interval = parse_interval(interval)
-        self._lookout = Lookout(cache)
+        self._board = Board(cache)
         self._pid = os.getpid()
         super().__init__()
         self.add_class("arrowcache-monitor")
@@ -58,7 +56,7 @@ class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets sh
     @property
     def history(self) -> History:
         """What it has seen, for plots."""
-        return self._lookout.history
+        return self._board.history
 
     def stop(self) -> None:
         """Look once more, then never again. Waits 5 s at most, for a look in progress.
@@ -86,9 +84,8 @@ class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets sh
         return {**super()._repr_mimebundle_(**options), "text/plain": self._card.as_text()}
 
     def _look(self) -> None:
-        error = self._lookout.look()
-        is_live = not self._stopped.is_set()
-        self._card = board_of(self._lookout.history, error, self._lookout.path, is_live)
+        self._board.look()
+        self._card = self._board.card(not self._stopped.is_set())
         self.value = self._card.as_html()
 
     def _run(self) -> None:
@@ -97,5 +94,5 @@ class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets sh
                 self._look()
             except Exception as error:
                 ended = f"the monitor ended: {sentence_of(error)}"
-                self.value = Card("Cache", str(self._lookout.path), [ended]).as_html()
+                self.value = Card("Cache", str(self._board.path), [ended]).as_html()
                 raise

@@ -158,14 +158,14 @@ def test_a_drift_reads_neither_more_nor_leases_longer(tmp_path, monkeypatch):
     cache = drifting(tmp_path / "c")
     seen = []
 
-    def looking(snapshot, kinds, which, progress, original=compare._look):
+    def looking(snapshot, *arguments, original=compare.summarize):
         seen.append([segment.seq for segment in snapshot.segments])
-        found = original(snapshot, kinds, which, progress)
+        found = original(snapshot, *arguments)
         cache.evict("1GB")
         seen.append(seqs(cache))
         return found
 
-    monkeypatch.setattr(compare, "_look", looking)
+    monkeypatch.setattr(compare, "summarize", looking)
     drift(cache, ["level"])
     assert seen == [[0, 1], [6, 7], [6, 7], []]
 

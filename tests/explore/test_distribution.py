@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from arrowcache.explore import distribution
-from arrowcache.explore.distribution import Distribution, Histogram
+from arrowcache.explore.distribution import Distribution, Histogram, distribution
 
 DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint64"]
 
 
-def distribution_of(*parts) -> Distribution:
+def distribution_of(*parts, piece=1 << 17) -> Distribution:
     found = Distribution()
-    for part in parts:
-        found.add(np.asarray(part))
+    for part in map(np.asarray, parts):
+        for start in range(0, len(part), piece):
+            found.merge(distribution(part[start : start + piece]))
     return found
 
 
@@ -59,13 +59,7 @@ def assert_counts(histogram: Histogram, finite: np.ndarray, bins: int) -> None:
         assert np.ptp(np.diff(edges)) == 0
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(distribution, "_PIECE", 10)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_pieces")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), bins=st.integers(1, 64))
 def test_it_is_that_of_all_numbers_however_they_come(data, dtype, bins):
@@ -78,8 +72,8 @@ def test_it_is_that_of_all_numbers_however_they_come(data, dtype, bins):
         elements = numbers | st.just(np.nan)
     values = data.draw(hnp.arrays(dtype, st.integers(0, 60), elements=elements))
     cut = data.draw(st.integers(0, len(values)))
-    assert_is_of(distribution_of(values), values, bins)
-    one, other = distribution_of(values[:cut]), distribution_of(values[cut:])
+    assert_is_of(distribution_of(values, piece=10), values, bins)
+    one, other = distribution_of(values[:cut], piece=10), distribution_of(values[cut:], piece=10)
     assert_is_of(one.merge(other), values, bins)
 
 

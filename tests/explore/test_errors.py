@@ -18,7 +18,7 @@ for needed in ("duckdb", "pandas"):
     [
         ("summary", "distribution_of", explore.describe),
         ("compare", "_hash_rows", explore.duplicates),
-        ("compare", "distribution_of", explore.drift),
+        ("summary", "distribution_of", explore.drift),
         ("exchange", "_write", lambda cache: explore.export_parquet(cache, cache.path.parent / "exported")),
         ("query", "_announce", lambda cache: explore.sql(cache, "select id from cache")),
     ],

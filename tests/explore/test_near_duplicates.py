@@ -14,7 +14,7 @@ from PIL import Image
 
 import arrowcache as ac
 from arrowcache import explore
-from arrowcache.explore import hashes
+from arrowcache.explore import compare
 
 RNG = np.random.default_rng(0)
 
@@ -52,16 +52,16 @@ def variants(images: np.ndarray) -> np.ndarray:
 def test_the_hash_is_krawetzs():
     image = RNG.random((8, 9)).astype(np.float32)
     bits = [int(image[y, x] < image[y, x + 1]) for y in range(8) for x in range(8)]
-    (found,) = hashes.difference_hashes(image[None])
+    (found,) = compare.difference_hashes(image[None])
     assert np.unpackbits(np.array([found]).view(np.uint8)).tolist() == bits
 
 
 def test_a_larger_image_is_averaged_whatever_its_size():
     image = RNG.random((8, 9)).astype(np.float32)
-    (wanted,) = hashes.difference_hashes(image[None])
-    assert hashes.difference_hashes(np.kron(image, np.ones((5, 7), np.float32))[None]) == [wanted]
+    (wanted,) = compare.difference_hashes(image[None])
+    assert compare.difference_hashes(np.kron(image, np.ones((5, 7), np.float32))[None]) == [wanted]
     for shape in ((1, 1), (3, 5), (100, 2), (17, 31)):
-        assert hashes.difference_hashes(np.zeros((2, *shape), np.float32)).tolist() == [0, 0]
+        assert compare.difference_hashes(np.zeros((2, *shape), np.float32)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float16", "float64", "complex64"])
@@ -102,7 +102,7 @@ def test_images_are_hashed_some_at_a_time(tmp_path, monkeypatch):
     images = np.tile(smooth(1), (7, 1, 1))
     with cache_of(tmp_path / "c", ac.Tensor("float32", images.shape[1:]), images) as cache:
         wanted = explore.duplicates(cache, "image", near=0)
-        monkeypatch.setattr(hashes, "_PIECE", 5000)
+        monkeypatch.setattr(compare, "_PIECE", 5000)
         assert explore.duplicates(cache, "image", near=0).equals(wanted)
         assert places(wanted) == [(i, 0) for i in range(1, 7)]
 
@@ -110,7 +110,7 @@ def test_images_are_hashed_some_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("most", [0, 1, 5, 20])
 def test_what_stays_is_not_alike_and_what_goes_is_like_its_first(most):
     values = (RNG.integers(0, 2**10, 400, np.uint64) * 0x40100401) ^ RNG.integers(0, 4, 400, np.uint64)
-    firsts, bits = hashes.group_near(values, most)
+    firsts, bits = compare.group_near(values, most)
     is_first = firsts == np.arange(len(values))
     off = np.vectorize(int.bit_count)((values[:, None] ^ values[None]).astype(object))
     assert (off[np.arange(len(values)), firsts] == bits).all()

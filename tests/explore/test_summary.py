@@ -113,8 +113,6 @@ def test_an_empty_cache_has_no_extremes(tmp_path):
 
 def test_large_columns_are_divided_among_threads(tmp_path, monkeypatch):
     monkeypatch.setattr("arrowcache.explore.summary._PIECE", 7)
-    monkeypatch.setattr("arrowcache.explore.summary._SMALL", 5)
-    monkeypatch.setattr("arrowcache.explore.summary._CONVERTED", 3)
     x = np.random.default_rng(0).integers(-1000, 1000, (170, 3)).astype(np.float32)
     z = x.astype(np.complex64) * (1 + 1j)
     frame = describe(
@@ -150,7 +148,7 @@ def test_samplers_find_room_while_a_cache_is_described(tmp_path, monkeypatch):
     publish(cache, segments=26)
     passed = []
 
-    class Watched(explore.summary._Summary):
+    class Watched(explore.summary.Summary):
         def add(self, column, pool, seq):
             super().add(column, pool, seq)
             del column
@@ -158,7 +156,7 @@ def test_samplers_find_room_while_a_cache_is_described(tmp_path, monkeypatch):
                 publish(cache, segments=1)  # on_full="raise": it finds room, or fails
             passed.append(1)
 
-    monkeypatch.setattr(explore.summary, "_Summary", Watched)
+    monkeypatch.setattr(explore.summary, "Summary", Watched)
     assert describe(cache, ["id"]).loc["id", "count"] == 16 * len(passed)
     assert len(passed) >= 14
     assert seqs(cache)[0] > 6

@@ -24,36 +24,34 @@ from rich.text import Text
 import arrowcache as ac
 from arrowcache.errors import sentence_of
 from arrowcache.explore import terminal
-from arrowcache.explore.board import board_of, line_of
-from arrowcache.explore.history import History
-from arrowcache.explore.lookout import Lookout
+from arrowcache.explore.board import Board
 from arrowcache.explore.terminal import watch
 from arrowcache.storage.progress import Progress
 
 
-def look(lookout: Lookout) -> str:
-    error = lookout.look()
-    return board_of(lookout.history, error, lookout.path).as_text()
+def look(board: Board) -> str:
+    board.look()
+    return board.card().as_text()
 
 
 def test_it_shows_what_samplers_have_drawn_and_not_published(cache):
-    lookout, progress = Lookout(cache), Progress.open(cache.path, "default.0", 0)
-    assert "Samplers at work: none" in look(lookout)
+    board, progress = Board(cache), Progress.open(cache.path, "default.0", 0)
+    assert "Samplers at work: none" in look(board)
     progress.begin(3, 512)
-    assert re.search(r" default\.0\.3 +0 of 512  ", look(lookout))
+    assert re.search(r" default\.0\.3 +0 of 512  ", look(board))
     progress.count(310, 512)
     progress.wait()
-    assert re.search(r" default\.0\.3 +310 of 512  .* ago +to publish  ", look(lookout))
-    assert "1 samplers (310 rows drawn)" in line_of(lookout.history)
+    assert re.search(r" default\.0\.3 +310 of 512  .* ago +to publish  ", look(board))
+    assert "1 samplers (310 rows drawn)" in board.line()
 
 
 def test_it_shows_fill_rates_leases_and_loaders(cache):
-    lookout = Lookout(cache)
-    look(lookout)
+    board = Board(cache)
+    look(board)
     with ac.Loader(cache, 16) as loader, cache.snapshot(lambda segment: segment.seq >= 8):
         list(loader)
         publish(cache, 2)
-        text = look(lookout)
+        text = look(board)
     assert str(cache.path) in text
     assert "12 segments, 192 rows" in text
     assert all(part in text for part in str(cache.stats().parts()[0]).split(", ")[:3])
@@ -65,14 +63,14 @@ def test_it_shows_fill_rates_leases_and_loaders(cache):
     assert re.search(rf"\n *{os.getpid()} +1 +10 ", text)
     assert "Waiting writers: none" in text
     leases = len(re.findall(r"\n *\d+ +\d+  \d+ to 9 ", text))
-    assert f"{leases} leases, 0 waiting, 1 loaders, 0 samplers" in line_of(lookout.history)
+    assert f"{leases} leases, 0 waiting, 1 loaders, 0 samplers" in board.line()
 
 
 def test_the_first_look_knows_no_rate(cache):
-    lookout = Lookout(cache)
-    text = look(lookout)
+    board = Board(cache)
+    text = look(board)
     assert text.count("unknown") == 3
-    assert "B/s" not in text + line_of(lookout.history)
+    assert "B/s" not in text + board.line()
 
 
 @pytest.mark.parametrize("width", [100, 80, 40, 20])
@@ -117,18 +115,18 @@ def test_looking_once_fits_the_window_too(cache):
 def test_one_of_something_is_not_said_as_several(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="64MiB")
     publish(cache, 1)
-    lookout = Lookout(cache)
+    board = Board(cache)
     with cache.snapshot():
-        text = look(lookout)
+        text = look(board)
     assert "1 segment, 16 rows" in text
     assert re.search(rf"\n *{os.getpid()} +1  0 ", text)
     publish(cache, 70)
-    assert "71 segments, 1,136 rows" in look(lookout)
+    assert "71 segments, 1,136 rows" in look(board)
 
 
-def test_before_the_first_look_there_is_only_a_path():
-    title, clock = board_of(History(), None, "/cache").as_text().splitlines()
-    assert title == "Cache /cache"
+def test_before_the_first_look_there_is_only_a_path(cache):
+    title, clock = Board(cache).card().as_text().splitlines()
+    assert title == f"Cache {cache.path}"
     assert clock.count(":") == 2
 
 
@@ -142,37 +140,37 @@ def test_what_others_call_theirs_is_no_markup(tmp_path):
 
 
 def test_a_cache_that_vanishes_is_a_sentence_and_it_goes_on_when_it_is_back(cache, tmp_path):
-    lookout = Lookout(cache)
-    look(lookout)
+    board = Board(cache)
+    look(board)
     cache.path.rename(tmp_path / "elsewhere")
     for _ in range(2):
-        error = lookout.look()
-        assert error == f"{cache.path}: No such file or directory"
-        lines = board_of(lookout.history, error, cache.path).as_text().splitlines()
+        lines = look(board).splitlines()
+        error = f"{cache.path}: No such file or directory"
         assert error in lines
         assert "10 segments" in lines[3], "what was seen last is still shown"
-        assert error in line_of(lookout.history, error)
+        assert error in board.line()
     (tmp_path / "elsewhere").rename(cache.path)
-    assert lookout.look() is None
-    assert len(lookout.history) == 2
+    assert error not in look(board)
+    assert len(board.history) == 2
 
 
 @pytest.mark.parametrize("was_seen_gone", [False, True])
 def test_another_cache_in_its_place_is_looked_at_afresh(cache, tmp_path, was_seen_gone):
     """One whose segments have the same names, but not the same bytes."""
-    lookout = Lookout(cache)
-    look(lookout)
+    board = Board(cache)
+    look(board)
     if was_seen_gone:  # the same folder
         for path in cache.path.iterdir():
             path.rename(tmp_path / path.name)
-        assert lookout.look()
+        look(board)
+        assert board.error
     else:
         cache.path.rename(tmp_path / "elsewhere")
     other = make_cache(cache.path, ac.Schema({"id": ac.Tensor("int64")}))
     for _ in range(10):
         with other.writer() as writer:
             writer.extend(id=range(16))
-    text = look(lookout)
+    text = look(board)
     assert all(part in text for part in str(other.stats().parts()[0]).split(", "))
 
 
@@ -260,7 +258,7 @@ class Pressed:
     def __init__(self, number: int) -> None:
         self._left, self.looks, self._is_over = number, 0, False
 
-    def look(self, _: object) -> Text:
+    def look(self, *_: object) -> Text:
         self.looks += 1
         return Text("a look")
 
@@ -280,8 +278,7 @@ def test_ctrl_c_at_any_step_of_its_wait_ends_it_well(cache, is_terminal, monkeyp
     """Also where the standard library has just let go of a lock, which was a RuntimeError."""
     for number in itertools.count():
         pressed = Pressed(number)
-        monkeypatch.setattr(terminal, "line", pressed.look)
-        monkeypatch.setattr(terminal, "view", pressed.look)
+        monkeypatch.setattr(terminal, "look", pressed.look)
         console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal)
         before = sys.gettrace()  # such as a measurement of coverage
         sys.settrace(pressed.trace)

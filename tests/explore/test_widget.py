@@ -16,7 +16,7 @@ pytest.importorskip("ipywidgets", reason="the extra 'explore' is not installed")
 
 import arrowcache as ac
 from arrowcache.explore import observation
-from arrowcache.explore import widget as widget_module
+from arrowcache.explore.board import Board
 from arrowcache.explore.widget import Monitor, monitor
 
 GONE = "No such file or directory"
@@ -112,7 +112,7 @@ def test_if_it_fails_itself_it_says_so(cache, monkeypatch):
         def fail(*_):
             raise ZeroDivisionError("a defect")
 
-        monkeypatch.setattr(widget_module, "board_of", fail)
+        monkeypatch.setattr(Board, "card", fail)
         wait_until(lambda: "the monitor ended: a defect" in text_of(shown), "the error")
 
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
             assert explore.to_pandas(cache, columns=["x"])["x"].sum() == sum(range(640))
             assert explore.sql(cache, "select count(*) as n from cache")["n"].tolist() == [640]
             assert explore.gallery(cache, "image") is not None
-            assert explore.plot_ages(cache) is not None
+            assert explore.plot_growth(cache) is not None
             assert explore.monitor is not None
         command = Path(sys.prefix, "bin", "arrowcache")
         told = subprocess.run([command, "info", path], capture_output=True, text=True, check=True).stdout

@@ -38,7 +38,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install \
+.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install coverage \
 	test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
@@ -99,14 +99,16 @@ NOT_BESIDE := --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' -
 NOT_IN_OLDEST := --ignore tests/architecture/test_architecture.py --ignore tests/benchmarks --ignore tests/native \
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
 
-# Of these tests the newest environment shows the branches that they reach, the modules with the fewest first. The others
-# start processes, in which nothing is counted. Those that press Ctrl-C in their own process run apart: CPython 3.11 then
-# may have a traced thread spin and keep the GIL.
-COVERED := tests/unit tests/adapters tests/explore tests/cli
 test-newest: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) $(TESTS) $(NOT_BESIDE) $(COVERED:%=--ignore %) $(ARGS)
-	$(RUN) $(TESTS) $(shell grep --recursive --files-with-matches 'mark.no_cover' $(COVERED)) -m no_cover $(ARGS)
+	$(RUN) $(TESTS) $(NOT_BESIDE) $(ARGS)
+
+# How many branches these tests reach in their own process, the modules with the fewest first: no part of `make test`,
+# as it takes them twice the processor. Those that press Ctrl-C in their own process are left out: CPython 3.11 then may
+# have a traced thread spin and keep the GIL.
+COVERED := tests/unit tests/adapters tests/explore tests/cli
+coverage: .envs/newest/.stamp
+	$(call compile,newest)
 	$(RUN) $(TESTS) $(NOT_BESIDE) $(COVERED) -m 'not no_cover' --cov --cov-report=term $(ARGS)
 
 # tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2. What old versions change,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import duckdb
 import numpy as np
@@ -56,6 +57,8 @@ _MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
 _FOR_NUMBERS = {*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS}
 _MOST_NAMED = 20
 _SMALL_BYTES = 4 << 20
+_INTERRUPT_SECONDS = 0.05
+R = TypeVar("R")
 
 
 @keeps_nothing
@@ -86,9 +89,9 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     NULL, but the norm, 0. Of complex elements only the norm is one; the others are refused.
 
     Returns: the result, in memory; a nested array as an ndarray of its shape, a picture in a notebook.
-    Blocks: while it runs. Until then every segment is leased: of a full cache samplers wait so long. Pages
-        of columns that the query does not name are not read, but for the few that say where each column
-        lies.
+    Blocks: while it runs; Ctrl-C ends it. Until then every segment is leased: of a full cache samplers wait
+        so long. Pages of columns that the query does not name are not read, but for the few that say where
+        each column lies.
     Raises: ValueError: the query fails; says why, in a sentence, with the names that come near.
         CorruptSegmentError: a damaged segment, which was quarantined.
     """
@@ -118,7 +121,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         if any(map(asked.names, _OF_ELEMENTS)):
             connection.execute(_macros(types, schema))
         try:
-            result = connection.sql(query)
+            result = _interruptible(connection, lambda: connection.sql(query))
             if result is None:
                 raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
             shapes = {
@@ -127,7 +130,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
             }
             found = dict(zip(result.columns, map(str, result.types), strict=True))
-            frame = Rows(result.df())
+            frame = Rows(_interruptible(connection, result.df))
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
     for name, shape in shapes.items():
@@ -146,6 +149,18 @@ def connect() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(config=_CONFIG)
     connection.execute(_HALVES)
     return connection
+
+
+def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], R]) -> R:
+    """What DuckDB's work gives. Ctrl-C ends it: Python hears of that only where no work is in this thread."""
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        try:
+            return working.result()
+        finally:
+            while not working.done():  # it may not have begun
+                connection.interrupt()
+                wait([working], _INTERRUPT_SECONDS)
 
 
 def create_view(

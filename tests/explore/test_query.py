@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -172,6 +176,26 @@ def test_a_failed_query_keeps_no_segment(cache):
         sql(cache, "select cast(cast(id as text) || 'a' as int) from cache")
     wait_until(lambda: cache.stats().leased_bytes == 0, "Arrow's threads to let go")
     assert kept.value.__traceback__ is not None  # a notebook keeps it, too, until the next error
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_query_of_the_command(tmp_path):
+    sizes = {"capacity": "64MiB", "segment_bytes": "4MiB"}
+    with ac.Cache.create(tmp_path / "c", {"x": ac.Tensor("float32")}, **sizes) as cache:
+        with cache.writer() as writer:
+            writer.extend(x=np.arange(400_000, dtype=np.float32))
+        query = "select sum(a.x * b.x) from cache a, cache b"  # minutes
+        command = [sys.executable, "-m", "arrowcache", "sql", str(cache.path), query]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            wait_until(lambda: cache.stats().leased_bytes, "the query to have its rows")
+            time.sleep(1)  # for it to be at work on them
+            process.send_signal(signal.SIGINT)
+            try:
+                assert process.communicate(timeout=60) == (None, "")
+            finally:
+                process.kill()
+        assert process.returncode == 130
+        assert cache.stats().leased_bytes == 0
 
 
 def test_a_cache_that_vanishes_is_one_sentence(cache):

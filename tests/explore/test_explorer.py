@@ -59,11 +59,13 @@ class Page:
         self.send({"method": "request_state"})
 
     def send(self, data):
+        self.changed = set()
         answer = self.server.answer(data)
         (size,) = struct.unpack(">I", answer[:4])
         for message in json.loads(answer[4 : 4 + size]):
             if message["data"]["method"] == "update":
                 self.state |= message["data"]["state"]
+                self.changed |= {*message["data"]["state"]}
             elif message["data"]["method"] == "custom":
                 self.custom.append(message["data"]["content"])
 
@@ -395,6 +397,20 @@ def test_a_row_of_every_type_can_be_opened(varied):
         assert page.ask("open", one=one)["error"] == ""
         assert [column["name"] for column in page.state["detail"]["columns"]] == list(EVERY_TYPE)
     widget.close()
+
+
+def test_a_row_and_a_slice_are_sent_as_often_as_they_are_asked_for(tmp_path):
+    schema = ac.Schema({"volume": ac.Tensor("float32", (6, 8, 9))})
+    with ac.Cache.create(tmp_path / "volumes", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(volume=np.random.default_rng(0).random((2, 6, 8, 9), np.float32))
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            for _ in range(2):  # the page closed it, or was loaded anew
+                page.ask("open", one=[0, 1])
+                assert "detail" in page.changed
+                page.ask("slice", text="volume", at=0)
+                assert "slice" in page.changed
 
 
 def test_text_is_shown_in_full_and_never_as_markup():

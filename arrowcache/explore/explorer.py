@@ -177,7 +177,8 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
             case "page":
                 self._show()
             case "refresh":
-                if self._follow() or before != (self._predicate, self._first):
+                is_new = self._follow() or self.board["version"] != self._version  # where it failed
+                if is_new or before != (self._predicate, self._first):
                     self._show(says=self.board.get("says", ""))
                 else:
                     self._tell(error="")

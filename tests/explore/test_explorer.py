@@ -243,6 +243,16 @@ def test_a_cache_that_vanishes_and_comes_back_is_told(numbers, shown, tmp_path):
     assert page.ask("refresh")["error"] == ""
 
 
+def test_what_was_copied_is_shown_after_a_look_at_rows_that_failed(numbers, shown):
+    page, where = Page(shown), "x >= (select least from later)"
+    fill(numbers, 100, 150)
+    assert "later" in page.ask("refresh", where=where)["error"]
+    make = {"type": "exec", "sql": "create table later as select 0 as least", "uuid": "1"}
+    page.send({"method": "custom", "content": make})
+    board = page.ask("refresh", where=where)
+    assert (board["count"], board["error"]) == (150, "")
+
+
 def test_another_cache_in_its_place_is_shown_afresh(numbers, shown):
     page = Page(shown)
     before = page.state["board"]["version"]

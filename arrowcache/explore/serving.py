@@ -10,6 +10,7 @@ import contextlib
 import html
 import json
 import os
+import queue
 import secrets
 import struct
 import sys
@@ -50,11 +51,13 @@ def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
         say: is told the address.
         opens: open a browser there.
     """
+    page = queue.SimpleQueue[str]()
+    if opens:  # in a thread, which a browser in the terminal keeps; begun first, so that no browser is nice
+        threading.Thread(target=lambda: webbrowser.open(page.get()), daemon=True).start()
     os.nice(_NICENESS)
     with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path)) as server:
         say(server.url)
-        if opens:
-            webbrowser.open(server.url)
+        page.put(server.url)
         try:
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:

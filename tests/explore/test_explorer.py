@@ -589,6 +589,38 @@ def test_the_command_prints_an_address_and_ends_at_ctrl_c(numbers):
     assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)  # trainers go first
 
 
+#: As one in a terminal: whoever starts it waits for its end. It says what it was given and what it got.
+BROWSER = """#!{python}
+import json, os, pathlib, sys, urllib.request
+url = sys.argv[1]
+got = urllib.request.urlopen(url, timeout=60).read().decode()
+seen = {{"url": url, "got": got, "niceness": os.nice(0)}}
+pathlib.Path("{seen}.part").write_text(json.dumps(seen))
+os.rename("{seen}.part", "{seen}")
+"""
+
+
+@pytest.mark.slow
+def test_the_command_answers_a_browser_in_the_terminal(numbers, tmp_path):
+    browser, seen = tmp_path / "browser", tmp_path / "seen"
+    browser.write_text(BROWSER.format(python=sys.executable, seen=seen))
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "arrowcache", "explore", str(numbers.path)]
+    ours = os.environ | {"BROWSER": str(browser)}
+    with subprocess.Popen(
+        command, env=ours, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            wait_until(seen.exists, "the browser to have its page")
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60)[1] == ""
+        finally:
+            process.kill()
+    found = json.loads(seen.read_text())
+    assert "page.js" in found["got"]
+    assert found["niceness"] == os.nice(0)
+
+
 def test_the_command_refuses_what_is_no_cache(call, tmp_path):
     code, _, errors = call("explore", tmp_path / "nothing", "--no-browser")
     assert code == 2

@@ -591,10 +591,11 @@ def test_the_command_prints_an_address_and_ends_at_ctrl_c(numbers):
 
 #: As one in a terminal: whoever starts it waits for its end. It says what it was given and what it got.
 BROWSER = """#!{python}
-import json, os, pathlib, sys, urllib.request
-url = sys.argv[1]
-got = urllib.request.urlopen(url, timeout=60).read().decode()
-seen = {{"url": url, "got": got, "niceness": os.nice(0)}}
+import json, os, pathlib, re, sys, urllib.request
+way = urllib.request.urlopen(sys.argv[1]).read().decode()
+mode = os.stat(sys.argv[1].removeprefix("file://")).st_mode & 0o777
+got = urllib.request.urlopen(re.search('url=(.*?)"', way)[1], timeout=60).read().decode()
+seen = {{"given": sys.argv[1:], "mode": mode, "got": got, "niceness": os.nice(0)}}
 pathlib.Path("{seen}.part").write_text(json.dumps(seen))
 os.rename("{seen}.part", "{seen}")
 """
@@ -619,6 +620,10 @@ def test_the_command_answers_a_browser_in_the_terminal(numbers, tmp_path):
     found = json.loads(seen.read_text())
     assert "page.js" in found["got"]
     assert found["niceness"] == os.nice(0)
+    (way,) = found["given"]
+    assert way.startswith("file://")  # its command is everybody's to read, and the address has a token
+    assert found["mode"] == 0o600
+    assert not os.path.exists(way.removeprefix("file://"))
 
 
 def test_the_command_refuses_what_is_no_cache(call, tmp_path):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -167,6 +170,24 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert severe(browser) == []
     finally:
         browser.save_screenshot(str(tmp_path / "explorer.png"))
+
+
+def test_the_commands_file_leads_a_browser_to_the_page(tmp_path, browser):
+    with ac.Cache.create(tmp_path / "shown", SCHEMA, "16MiB", "256KiB", 50) as cache:
+        fill(cache, 0, 20)
+    given, starter = tmp_path / "given", tmp_path / "starter"
+    starter.write_text(f'#!/bin/sh\necho "$1" > {given}.part && mv {given}.part {given}\n')
+    starter.chmod(0o755)
+    command = [sys.executable, "-m", "arrowcache", "explore", str(cache.path)]
+    ours = os.environ | {"BROWSER": str(starter)}
+    with subprocess.Popen(command, env=ours, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(given.exists, "the command to start a browser")
+            browser.get(given.read_text().strip())
+            wait_until(lambda: Screen(browser).text(".count") == "20 of 20 rows", "the page")
+            assert "token" not in browser.current_url
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 def test_the_address_is_good_for_one_browser(served, browser):

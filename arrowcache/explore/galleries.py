@@ -180,7 +180,8 @@ def _choose_by(
     cache: AnyCache, schema: Schema, by: str, n: int, values: int, seed: int
 ) -> list[tuple[str, int, NDArray[np.int64]]]:
     """The most frequent values of a column, how many rows have them, and the ids of some of those."""
-    from arrowcache.explore.query import TABLE, column_in_sql, sql  # DuckDB, for those who group
+    from arrowcache.explore import sql  # DuckDB, for those who group; says where it is not there
+    from arrowcache.explore.query import TABLE, column_in_sql
 
     require_column(schema, by, _is_one, "a gallery is grouped by one value a row")
     column = column_in_sql(schema, by)

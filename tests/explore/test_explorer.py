@@ -635,14 +635,23 @@ def test_the_command_refuses_what_is_no_cache(call, tmp_path):
 # an older Python
 
 
-def test_a_python_that_is_too_old_is_told(monkeypatch):
-    for name in ("mosaic_widget", "arrowcache.explore.explorer"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("explorer", "open"):  # by the dict: asking for an attribute would import it
-        monkeypatch.delitem(vars(explore), name, raising=False)
-    monkeypatch.setitem(sys.modules, "mosaic_widget", None)
-    with pytest.raises(ImportError, match=r"needs mosaic_widget.*: pip install"):
-        _ = explore.open
+@pytest.mark.parametrize(
+    ("needed", "module", "name"), [("mosaic_widget", "explorer", "open"), ("duckdb", "query", "sql")]
+)
+def test_a_python_that_is_too_old_is_told(cache, call, monkeypatch, needed, module, name):
+    for imported in (needed, f"arrowcache.explore.{module}"):
+        monkeypatch.delitem(sys.modules, imported, raising=False)
+    for own in (module, name):  # by the dict: asking for an attribute would import it
+        monkeypatch.delitem(vars(explore), own, raising=False)
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(ImportError, match=rf"needs {needed}.*: pip install"):
+        getattr(explore, name)
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
-    with pytest.raises(ImportError, match=r"needs mosaic_widget.*: it needs Python 3.11 or newer"):
-        _ = explore.open
+    says = f"needs {needed}, which is not installed: it needs Python 3.11 or newer"
+    with pytest.raises(ImportError, match=says):
+        getattr(explore, name)
+    if name == "sql":
+        with pytest.raises(ImportError, match=says):
+            explore.gallery(cache, "image", by="id")
+        code, _, errors = call("sql", cache.path, "from cache")
+        assert (code, says in errors) == (2, True)

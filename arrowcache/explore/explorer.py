@@ -212,6 +212,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
         board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
+        board["asked"] = repr(self.sql.replace("*", "_seq, _row", 1))  # as Python says it
         self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says=says, error="")
 
     def _one(self, query: str) -> tuple[Any, ...]:

@@ -129,7 +129,11 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert screen.text(".count") == f"{few} of 200 rows"
         frame = explore.rows(cache, ids())
         assert explore.sql(cache, widget.sql)["x"].tolist() == frame["x"].tolist()
-        assert screen.text(".code").splitlines() == ["Loader(cache, 64, rows=explorer.ids)", widget.sql]
+        asked, taken, query = screen.text(".code").splitlines()
+        assert query == widget.sql
+        there = {"cache": cache, "explore": explore, "Loader": ac.Loader}  # of who trains
+        exec(f"{asked}\nwith {taken} as loader: loader.steps", there)
+        assert there["ids"].to_numpy().tolist() == ids()
 
         screen.click('.charts .plot:nth-child(2) g[fill="#2f7fc1"] rect')
         wait_until(lambda: not screen.text(".count").startswith(f"{few} "), "the count to fall")

@@ -190,7 +190,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
                 shown = [large(name, row.at[0, name], kinds.get(name), *rates[:1]) for name in names]
                 self.detail = {"id": one, "columns": shown, "answer": next(self._answers)}
             case "slice" if self._row is not None:
-                html = slice_html(self._row.at[0, text], at)
+                html = slice_html(self._row.at[0, text], at, self._row.kinds.get(text))
                 self.slice = {"column": text, "html": html, "answer": next(self._answers)}
             case "exclude" | "tag":
                 ids = self.ids if one is None else row_ids([one])

@@ -435,8 +435,26 @@ def test_a_volume_has_slices_in_colors_that_they_share():
     assert shown["html"] == slice_html(volume, 2) != slice_html(volume, 1)
     doubled = np.concatenate([volume, volume + 1])
     assert slice_html(doubled, 2) != slice_html(volume, 2)
+    title = f"float64 (8, 9), {volume[2].min():.6g} to {volume[2].max():.6g}"
+    assert title in shown["html"]  # not of the colors in which it is drawn
     assert large("images", np.zeros((5, 8, 9, 3), np.uint8), None)["slices"] == 5
     assert large("image", np.zeros((3, 8, 9), np.uint8), None)["slices"] == 0
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4])
+def test_frames_of_a_ragged_row_are_slices_however_many_they_are(tmp_path, frames):
+    values = np.random.default_rng(0).random((frames, 8, 9), np.float32)
+    assert large("images", values[..., None], ac.Ragged("float32", (8, 9, 1)))["slices"] == frames
+    assert large("image", values[..., :3], ac.Ragged("float32", (8, 3)))["slices"] == 0
+    with ac.Cache.create(tmp_path / "c", {"frames": ac.Ragged("float32", (8, 9))}, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.append(frames=values)
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            page.ask("open", one=[0, 0])
+            assert page.state["detail"]["columns"][0]["slices"] == frames
+            page.ask("slice", text="frames", at=0)
+            assert page.state["slice"]["html"] == slice_html(values, 0, ac.Ragged("float32", (8, 9)))
 
 
 def test_sound_can_be_played():

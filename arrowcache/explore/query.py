@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -247,17 +247,30 @@ class _Asked:
 
         Raises: ValueError: names the function, the column, and what was meant.
         """
-        given = {_folded(word) for part in self._parts for word in _texts(part, "alias", "column_name_alias")}
+        given = {
+            _folded(word)
+            for part in self._parts
+            for word in _texts(part, "alias", "column_name_alias")
+            if _folded(word) != _column_of(part, _FOR_NUMBERS - {*_OF_ELEMENTS})  # max(image) as image
+        }
         columns = {_folded(name): (name, kind) for name, kind in kinds.items() if _folded(name) not in given}
         for part in self._parts:
-            function = part.get("function_name", "").lower()
-            match part.get("arguments"):
-                case [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last]} as named}] if (
-                    function in _FOR_NUMBERS and _folded(last) in columns
-                ):
-                    start: int = named.get("query_location", 0)
-                    column = self._query[start : start + named["query_location_length"]].decode()
-                    _require_number(function, column, *columns[_folded(last)])
+            if (asked := _column_of(part, _FOR_NUMBERS)) in columns:
+                named = part["arguments"][0]["expression"]
+                start: int = named.get("query_location", 0)
+                column = self._query[start : start + named["query_location_length"]].decode()
+                _require_number(part["function_name"].lower(), column, *columns[asked])
+
+
+def _column_of(part: Mapping[str, Any], functions: Collection[str]) -> bytes | None:
+    """The column, folded, of which a part of a parsed query asks one of these functions."""
+    match part:
+        case {
+            "function_name": function,
+            "arguments": [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last]}}],
+        } if function.lower() in functions:
+            return _folded(last)
+    return None
 
 
 def _texts(part: Mapping[str, Any], *keys: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
 from arrowcache.explore.frames import frame_of
+from arrowcache.explore.noted import annotated
 from arrowcache.explore.numbers import floats, require_column
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
@@ -107,7 +108,8 @@ def map_of(
 
     Args:
         column: of tensors, such as images or embeddings.
-        by: another column to go with it, of one value a row, such as the label: colors of `plot_map`.
+        by: another column to go with it, of one value a row, such as the label, or an annotation: colors of
+            `plot_map`.
         max_rows: at most so many rows, drawn at random. A row takes 1 KiB of memory.
         seed: of the draw.
     Returns: a row each, oldest first: `_seq` and `_row`, `x` and `y`, float64, and `by`; one named `x` or
@@ -120,7 +122,7 @@ def map_of(
     schema = store.settings.schema
     kind = _vectors(schema, column)
     if by is not None:
-        require_column(schema, by, _is_one, "a color stands for one number or text a row")
+        require_column(annotated(store), by, _is_one, "a color stands for one number or text a row")
     kept: list[NDArray[np.float32]] = []
     places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     project = SparseRandomProjection(_KEPT, dense_output=True, random_state=0)

@@ -181,7 +181,7 @@ def sql(
     json: AsJson = False,
 ) -> None:
     """Ask a cache a question: arrowcache sql CACHE 'select label, count(*) from cache group by 1'."""
-    from arrowcache.explore.query import sql as ask
+    from arrowcache.explore import sql as ask  # which says what it needs
 
     write_frame(ask(ac.Cache.open(cache), query), json)
 

@@ -152,7 +152,9 @@ async function render({ model, el }, shared) {
       line.onclick = () => model.send({ do: "open", one: board.ids[i] });
     });
     code.replaceChildren();
-    for (const line of ["Loader(cache, 64, rows=explorer.ids)", board.sql]) {
+    const ids = model.get("isAlone") ? [`ids = explore.sql(cache, ${board.asked})`] : [];
+    const rows = ids.length ? "ids" : "explorer.ids";
+    for (const line of [...ids, `Loader(cache, 64, rows=${rows})`, board.sql]) {
       add(add(code, "div"), "code", "", line);
     }
   }

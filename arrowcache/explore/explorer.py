@@ -9,6 +9,7 @@ nothing is leased but while rows are copied.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -87,6 +88,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         self._version = 0  # of the copy
         self._predicate, self._first = "", 0
         self._row: Rows | None = None  # the one that is shown large
+        self._answers = itertools.count()  # what is asked for again is sent again
         connection = connect()
         connection.execute("set preserve_insertion_order = false; set lock_configuration = true")
         super().__init__(con=connection)
@@ -175,7 +177,8 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
             case "page":
                 self._show()
             case "refresh":
-                if self._follow() or before != (self._predicate, self._first):
+                is_new = self._follow() or self.board["version"] != self._version  # where it failed
+                if is_new or before != (self._predicate, self._first):
                     self._show(says=self.board.get("says", ""))
                 else:
                     self._tell(error="")
@@ -185,9 +188,10 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
                 rates = [row.at[0, name] for name in _RATES if _is_number(kinds.get(name))]
                 names = row.columns[len(ID_COLUMNS) :]
                 shown = [large(name, row.at[0, name], kinds.get(name), *rates[:1]) for name in names]
-                self.detail = {"id": one, "columns": shown}
+                self.detail = {"id": one, "columns": shown, "answer": next(self._answers)}
             case "slice" if self._row is not None:
-                self.slice = {"column": text, "html": slice_html(self._row.at[0, text], at)}
+                html = slice_html(self._row.at[0, text], at, self._row.kinds.get(text))
+                self.slice = {"column": text, "html": html, "answer": next(self._answers)}
             case "exclude" | "tag":
                 ids = self.ids if one is None else row_ids([one])
                 count = getattr(self._cache, do)(ids, text)
@@ -208,6 +212,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         frame = rows(self._cache, self.con.execute(page).fetchnumpy(), missing="skip")
         board = {"version": self._version, "total": total, "count": count, "first": self._first}
         board |= {"step": _PAGE_ROWS, "is_brushed": bool(self._predicate), "ids": row_ids(frame).tolist()}
+        board["asked"] = repr(self.sql.replace("*", "_seq, _row", 1))  # as Python says it
         self._tell(**board, table=frame._repr_html_() or "", sql=self.sql, says=says, error="")
 
     def _one(self, query: str) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from arrowcache import display
 from arrowcache.arrow.schema import Binary, FieldType, Schema, String
 from arrowcache.display import printable, shorten
+from arrowcache.explore.noted import annotated
 from arrowcache.explore.numbers import has_axes, require_column
 from arrowcache.explore.pictures import Picture, picture
 from arrowcache.explore.walk import AnyCache
@@ -113,7 +114,7 @@ def gallery(
         cache: a Cache, or the path of one.
         column: which; of tensors, ragged or not, text or bytes.
         n: how many pictures at most, of random rows.
-        by: a column of one value a row: the pictures are divided among its values.
+        by: a column of one value a row, or an annotation: the pictures are divided among its values.
         seed: of the choice of rows.
         values: how many of the values of `by` are shown at most, those with the most rows.
         size: pixels of a picture's longer side.
@@ -131,7 +132,7 @@ def gallery(
     n, values = parse_count(n, "n", most=_MOST_PICTURES), parse_count(values, "values")
     seed = parse_count(seed, "seed", least=0, most=None)
     asked = None if rows is None else _asked(rows, by)
-    by_value = [] if by is None else _choose_by(cache, schema, by, n, values, seed)
+    by_value = [] if by is None else _choose_by(cache, annotated(store), by, n, values, seed)
     with Snapshot.take(store) as snapshot:
         if not len(snapshot):
             raise ValueError(f"{store.folder.path} has no rows yet: start its samplers, then look again")
@@ -180,7 +181,8 @@ def _choose_by(
     cache: AnyCache, schema: Schema, by: str, n: int, values: int, seed: int
 ) -> list[tuple[str, int, NDArray[np.int64]]]:
     """The most frequent values of a column, how many rows have them, and the ids of some of those."""
-    from arrowcache.explore.query import TABLE, column_in_sql, sql  # DuckDB, for those who group
+    from arrowcache.explore import sql  # DuckDB, for those who group; says where it is not there
+    from arrowcache.explore.query import TABLE, column_in_sql
 
     require_column(schema, by, _is_one, "a gallery is grouped by one value a row")
     column = column_in_sql(schema, by)

@@ -52,9 +52,9 @@ def large(name: str, value: Any, kind: FieldType | None, rate: float = 0) -> dic
         shown = player._repr_html_()
     elif axes == 1 and len(value) <= _MOST_PLOTTED:
         shown = _signal(value, rate)
-    elif axes > 2 and not _is_image(value.shape):
-        slices = len(_slices(value))
-        shown = slice_html(value, slices // 2)
+    elif axes > 3 or (axes == 3 and not _is_image(value, kind)):
+        slices = len(_slices(value, kind))
+        shown = slice_html(value, slices // 2, kind)
     else:
         shown = _picture(value, kind, _PIXELS if axes == 1 else _MOST_PIXELS)
     if isinstance(kind, Ragged) and value.size <= _MOST_NUMBERS:
@@ -62,32 +62,36 @@ def large(name: str, value: Any, kind: FieldType | None, rate: float = 0) -> dic
     return {"name": name, "html": shown, "slices": slices}
 
 
-def slice_html(value: NDArray[Any], at: int) -> str:
+def slice_html(value: NDArray[Any], at: int, kind: FieldType | None = None) -> str:
     """One slice of a volume, in colors that all its slices share; or one image of several."""
-    one = _slices(value)[at]
+    one = _slices(value, kind)[at]
+    summary = picture(one).summary
     if one.ndim == 2:
         some = floats(value.reshape(-1)[:: 1 + value.size // _LIMITS_OF])
         low, high = np.percentile(some[np.isfinite(some)], (1, 99)) if np.isfinite(some).any() else (0, 1)
         one = colormaps["viridis"](Normalize(low, high)(floats(one)), bytes=True)[..., :3]
-    return _picture(one)
+    return _picture(one, summary=summary)
 
 
-def _picture(value: Any, kind: FieldType | None = None, most_pixels: int = _MOST_PIXELS) -> str:
+def _picture(
+    value: Any, kind: FieldType | None = None, most_pixels: int = _MOST_PIXELS, summary: str = ""
+) -> str:
     """A picture whose own pixels are seen where it has few."""
     drawn = picture(value, kind, most_pixels)
     drawing = drawn.drawing
     if isinstance(drawing, Pixels):
         drawing = replace(drawing, is_map=max(drawing.image.size) < _PIXELS)
-    return to_html(drawing, drawn.summary, _PIXELS)
+    return to_html(drawing, summary or drawn.summary, _PIXELS)
 
 
-def _is_image(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 3 and channel_axis(shape) is not None
+def _is_image(value: NDArray[Any], kind: FieldType | None) -> bool:
+    """Whether the last three axes are an image. Rows that differ in length have no channels along it."""
+    return channel_axis(value.shape[-3:], isinstance(kind, Ragged) and value.ndim == 3) is not None
 
 
-def _slices(value: NDArray[Any]) -> NDArray[Any]:
+def _slices(value: NDArray[Any], kind: FieldType | None) -> NDArray[Any]:
     """The last two axes of each, or three of images."""
-    return value.reshape(-1, *value.shape[-3 if _is_image(value.shape[-3:]) else -2 :])
+    return value.reshape(-1, *value.shape[-3 if _is_image(value, kind) else -2 :])
 
 
 def _signal(value: NDArray[Any], rate: float) -> str:

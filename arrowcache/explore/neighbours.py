@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
 from arrowcache.explore.frames import frame_of
+from arrowcache.explore.noted import annotated
 from arrowcache.explore.numbers import floats, require_column
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
@@ -78,10 +79,11 @@ def similar(
             raise ValueError(f"row {RowId(*wanted[bad[0]].tolist())} has a {column!r} that is not finite")
         near: NDArray[np.int64] = np.zeros((len(asked), 0), np.int64)
         distance: NDArray[np.float64] = np.zeros((len(asked), 0))
+        origin = queries[:1] * (metric == "euclidean")  # squares of values far from 0 are all alike
         searched = _drawn(snapshot, max_rows, seed) if len(asked) else asked
         for places, values in _chunks(snapshot, column, kind, searched):
             search = NearestNeighbors(n_neighbors=min(n + 1, len(places)), algorithm="brute", metric=metric)
-            found, at = search.fit(values).kneighbors(queries)
+            found, at = search.fit(values - origin).kneighbors(queries - origin)
             found[places[at] == asked[:, None]] = np.inf  # itself
             near, distance = np.hstack([near, places[at]]), np.hstack([distance, found])
             order = np.argsort(distance, axis=1, kind="stable")[:, :n]
@@ -106,7 +108,8 @@ def map_of(
 
     Args:
         column: of tensors, such as images or embeddings.
-        by: another column to go with it, of one value a row, such as the label: colors of `plot_map`.
+        by: another column to go with it, of one value a row, such as the label, or an annotation: colors of
+            `plot_map`.
         max_rows: at most so many rows, drawn at random. A row takes 1 KiB of memory.
         seed: of the draw.
     Returns: a row each, oldest first: `_seq` and `_row`, `x` and `y`, float64, and `by`; one named `x` or
@@ -119,12 +122,15 @@ def map_of(
     schema = store.settings.schema
     kind = _vectors(schema, column)
     if by is not None:
-        require_column(schema, by, _is_one, "a color stands for one number or text a row")
+        require_column(annotated(store), by, _is_one, "a color stands for one number or text a row")
     kept: list[NDArray[np.float32]] = []
     places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     project = SparseRandomProjection(_KEPT, dense_output=True, random_state=0)
     with Snapshot.take(store) as snapshot:
         for some, values in _chunks(snapshot, column, kind, _drawn(snapshot, max_rows, seed)):
+            if not kept:
+                origin = values[0].copy()  # far from 0 they would all be one float32
+            values -= origin
             if values.shape[1] > _KEPT:
                 values = project.transform(values) if kept else project.fit_transform(values)
             kept.append(values.astype(np.float32))
@@ -137,11 +143,12 @@ def map_of(
     vectors = np.concatenate(kept)
     pca = PCA(min(2, vectors.shape[1]), random_state=0)
     points = np.zeros((len(frame), 2))
-    with threadpool_limits(1):
+    with threadpool_limits(1), np.errstate(invalid="ignore"):  # where nothing varies there is no share
         points[:, : pca.n_components] = pca.fit_transform(vectors)
     frame = _with(frame, x=points[:, 0], y=points[:, 1])
     shown = None if by is None else str(frame.columns[-1])
-    frame.attrs |= {"column": column, "by": shown, "explained": pca.explained_variance_ratio_.tolist()}
+    explained = np.nan_to_num(pca.explained_variance_ratio_).tolist()
+    frame.attrs |= {"column": column, "by": shown, "explained": explained}
     return frame
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import FieldType, String, Tensor
+from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import MARKS
+from arrowcache.storage.notes import MARKS, Notes
 from arrowcache.storage.store import Store
 
 EXCLUDED, REASON, TAGS = "_excluded", "_reason", "_tags"
@@ -25,9 +25,7 @@ class Noted:
     """The notes on the rows of one snapshot, those of this process' annotations included."""
 
     def __init__(self, store: Store, snapshot: Snapshot) -> None:
-        annotations = Annotations.of(store)
-        annotations.flush_or_warn()
-        self._notes = annotations.notes
+        self._notes = _notes(store)
         self._rows = Rows.of_counts(snapshot.seqs, snapshot.segment_rows)
         kinds = _KINDS | dict.fromkeys(self._notes.names(), Tensor("float64"))
         #: Type of each column that can be asked for, where no column of the cache has its name. None: lists.
@@ -49,3 +47,24 @@ class Noted:
             for at in np.flatnonzero(self._notes.tagged(self._rows, tag)).tolist():
                 tags[at].append(tag)
         return tags
+
+
+def annotated(store: Store) -> Schema:
+    """A cache's columns, and behind them its annotations, as `sql` has them."""
+    return Schema({**store.settings.schema, **dict.fromkeys(_notes(store).names(), Tensor("float64"))})
+
+
+def select(store: Store, columns: object) -> tuple[str, ...]:
+    """As `Schema.select`, of at least one column. Raises: ValueError: as there; names annotations, too."""
+    try:
+        return store.settings.schema.select(columns, least=1)
+    except ValueError as error:
+        names = ", ".join(_notes(store).names())
+        others = f"; sql and to_pandas have {names} as well" if names else ""
+        raise ValueError(f"{error}{others}") from None
+
+
+def _notes(store: Store) -> Notes:
+    annotations = Annotations.of(store)
+    annotations.flush_or_warn()
+    return annotations.notes

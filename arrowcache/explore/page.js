@@ -3,7 +3,7 @@
 
 import explorer from "/explorer.js";
 
-const state = {};
+const state = { isAlone: true }; // no cell has the widget's name
 const listeners = {};
 let last = Promise.resolve(); // one message after another, as a kernel takes them
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.explore.drawing import label
 from arrowcache.explore.history import History, Moment
+from arrowcache.explore.noted import select
 from arrowcache.explore.numbers import require_column
 from arrowcache.explore.summary import Summary
 from arrowcache.explore.walk import AnyCache
@@ -124,6 +125,7 @@ def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None
     bins = parse_count(bins, "bins")
     store = store_of(cache)
     wanted = "there are no numbers in it to be drawn"
+    select(store, [column])
     kind = require_column(store.settings.schema, column, _has_numbers, wanted)
     listed = store.survey().segments
     count = min(len(listed), _MOST_SEGMENTS)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import duckdb
 import numpy as np
@@ -56,6 +57,8 @@ _MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
 _FOR_NUMBERS = {*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS}
 _MOST_NAMED = 20
 _SMALL_BYTES = 4 << 20
+_INTERRUPT_SECONDS = 0.05
+R = TypeVar("R")
 
 
 @keeps_nothing
@@ -86,9 +89,9 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     NULL, but the norm, 0. Of complex elements only the norm is one; the others are refused.
 
     Returns: the result, in memory; a nested array as an ndarray of its shape, a picture in a notebook.
-    Blocks: while it runs. Until then every segment is leased: of a full cache samplers wait so long. Pages
-        of columns that the query does not name are not read, but for the few that say where each column
-        lies.
+    Blocks: while it runs; Ctrl-C ends it. Until then every segment is leased: of a full cache samplers wait
+        so long. Pages of columns that the query does not name are not read, but for the few that say where
+        each column lies.
     Raises: ValueError: the query fails; says why, in a sentence, with the names that come near.
         CorruptSegmentError: a damaged segment, which was quarantined.
     """
@@ -118,7 +121,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         if any(map(asked.names, _OF_ELEMENTS)):
             connection.execute(_macros(types, schema))
         try:
-            result = connection.sql(query)
+            result = _interruptible(connection, lambda: connection.sql(query))
             if result is None:
                 raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
             shapes = {
@@ -127,7 +130,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
             }
             found = dict(zip(result.columns, map(str, result.types), strict=True))
-            frame = Rows(result.df())
+            frame = Rows(_interruptible(connection, result.df))
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
     for name, shape in shapes.items():
@@ -146,6 +149,18 @@ def connect() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(config=_CONFIG)
     connection.execute(_HALVES)
     return connection
+
+
+def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], R]) -> R:
+    """What DuckDB's work gives. Ctrl-C ends it: Python hears of that only where no work is in this thread."""
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        try:
+            return working.result()
+        finally:
+            while not working.done():  # it may not have begun
+                connection.interrupt()
+                wait([working], _INTERRUPT_SECONDS)
 
 
 def create_view(
@@ -232,17 +247,30 @@ class _Asked:
 
         Raises: ValueError: names the function, the column, and what was meant.
         """
-        given = {_folded(word) for part in self._parts for word in _texts(part, "alias", "column_name_alias")}
+        given = {
+            _folded(word)
+            for part in self._parts
+            for word in _texts(part, "alias", "column_name_alias")
+            if _folded(word) != _column_of(part, _FOR_NUMBERS - {*_OF_ELEMENTS})  # max(image) as image
+        }
         columns = {_folded(name): (name, kind) for name, kind in kinds.items() if _folded(name) not in given}
         for part in self._parts:
-            function = part.get("function_name", "").lower()
-            match part.get("arguments"):
-                case [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last]} as named}] if (
-                    function in _FOR_NUMBERS and _folded(last) in columns
-                ):
-                    start: int = named.get("query_location", 0)
-                    column = self._query[start : start + named["query_location_length"]].decode()
-                    _require_number(function, column, *columns[_folded(last)])
+            if (asked := _column_of(part, _FOR_NUMBERS)) in columns:
+                named = part["arguments"][0]["expression"]
+                start: int = named.get("query_location", 0)
+                column = self._query[start : start + named["query_location_length"]].decode()
+                _require_number(part["function_name"].lower(), column, *columns[asked])
+
+
+def _column_of(part: Mapping[str, Any], functions: Collection[str]) -> bytes | None:
+    """The column, folded, of which a part of a parsed query asks one of these functions."""
+    match part:
+        case {
+            "function_name": function,
+            "arguments": [{"expression": {"class": "COLUMN_REF", "column_names": [*_, last]}}],
+        } if function.lower() in functions:
+            return _folded(last)
+    return None
 
 
 def _texts(part: Mapping[str, Any], *keys: str) -> Iterator[str]:

@@ -10,9 +10,11 @@ import contextlib
 import html
 import json
 import os
+import queue
 import secrets
 import struct
 import sys
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable
@@ -33,6 +35,7 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>{0}</title>
 <body style="font-family: system-ui, sans-serif; margin: 1em 1.5em"><h3>{0}</h3>
 <div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
 """
+_WAY = '<!doctype html><meta http-equiv="refresh" content="0; url={0}"><a href="{0}">The explorer</a>\n'
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; img-src data:; media-src data:; "
@@ -48,13 +51,21 @@ def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
 
     Args:
         say: is told the address.
-        opens: open a browser there.
+        opens: open a browser there, by a file that only this user reads: everybody sees how it was started.
     """
+    page = queue.SimpleQueue[str]()
+    if opens:  # in a thread, which a browser in the terminal keeps; begun first, so that no browser is nice
+        threading.Thread(target=lambda: webbrowser.open(page.get()), daemon=True).start()
     os.nice(_NICENESS)
-    with contextlib.closing(explore.open(cache)) as shown, Server(shown, str(cache.path)) as server:
+    with (
+        contextlib.closing(explore.open(cache)) as shown,
+        Server(shown, str(cache.path)) as server,
+        tempfile.NamedTemporaryFile("w", prefix="arrowcache-", suffix=".html") as way,
+    ):
         say(server.url)
-        if opens:
-            webbrowser.open(server.url)
+        way.write(_WAY.format(server.url))
+        way.flush()
+        page.put(Path(way.name).as_uri())
         try:
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:

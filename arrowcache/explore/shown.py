@@ -32,13 +32,18 @@ class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type informat
         kinds = getattr(self, "kinds", {})
         if not pd.get_option("display.notebook_repr_html"):
             return None
-        names = [html.escape(str(name)) for name in self.columns]
-        shown = self.head(pd.get_option("display.max_rows") or len(self)).set_axis(names, axis=1)
+        shown = self.head(pd.get_option("display.max_rows") or len(self))
+        labels = {"index": _escaped, "columns": _escaped}
+        shown = shown.rename(**labels).rename_axis(**labels)
         formatters = [_formatter(kinds.get(name)) for name in self.columns]
         text: str = pd.DataFrame(shown).to_html(escape=False, formatters=formatters, border=0)
         if len(shown) < len(self):
             text += f"<p>{len(shown)} of {len(self)} rows</p>"
         return text
+
+
+def _escaped(label: Any) -> str | None:
+    return None if label is None else html.escape(str(label))
 
 
 def _formatter(kind: FieldType | None) -> Callable[[Any], str]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
 from arrowcache.explore.distribution import Distribution, Histogram, distribution
+from arrowcache.explore.noted import select
 from arrowcache.explore.numbers import floats, lengths, numbers, real
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.snapshot import Snapshot
@@ -66,7 +67,7 @@ def describe(
     """
     store = store_of(cache)
     schema = store.settings.schema
-    names = schema.select(columns, least=1)
+    names = select(store, columns)
     bins = parse_count(bins, "bins", most=_MOST_BINS)
     with Snapshot.take(store) as snapshot:
         found = summarize(snapshot, {name: schema[name] for name in names}, "describing", progress)

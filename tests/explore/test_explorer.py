@@ -59,11 +59,13 @@ class Page:
         self.send({"method": "request_state"})
 
     def send(self, data):
+        self.changed = set()
         answer = self.server.answer(data)
         (size,) = struct.unpack(">I", answer[:4])
         for message in json.loads(answer[4 : 4 + size]):
             if message["data"]["method"] == "update":
                 self.state |= message["data"]["state"]
+                self.changed |= {*message["data"]["state"]}
             elif message["data"]["method"] == "custom":
                 self.custom.append(message["data"]["content"])
 
@@ -241,6 +243,16 @@ def test_a_cache_that_vanishes_and_comes_back_is_told(numbers, shown, tmp_path):
     assert page.ask("refresh")["error"] == ""
 
 
+def test_what_was_copied_is_shown_after_a_look_at_rows_that_failed(numbers, shown):
+    page, where = Page(shown), "x >= (select least from later)"
+    fill(numbers, 100, 150)
+    assert "later" in page.ask("refresh", where=where)["error"]
+    make = {"type": "exec", "sql": "create table later as select 0 as least", "uuid": "1"}
+    page.send({"method": "custom", "content": make})
+    board = page.ask("refresh", where=where)
+    assert (board["count"], board["error"]) == (150, "")
+
+
 def test_another_cache_in_its_place_is_shown_afresh(numbers, shown):
     page = Page(shown)
     before = page.state["board"]["version"]
@@ -397,6 +409,20 @@ def test_a_row_of_every_type_can_be_opened(varied):
     widget.close()
 
 
+def test_a_row_and_a_slice_are_sent_as_often_as_they_are_asked_for(tmp_path):
+    schema = ac.Schema({"volume": ac.Tensor("float32", (6, 8, 9))})
+    with ac.Cache.create(tmp_path / "volumes", schema, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(volume=np.random.default_rng(0).random((2, 6, 8, 9), np.float32))
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            for _ in range(2):  # the page closed it, or was loaded anew
+                page.ask("open", one=[0, 1])
+                assert "detail" in page.changed
+                page.ask("slice", text="volume", at=0)
+                assert "slice" in page.changed
+
+
 def test_text_is_shown_in_full_and_never_as_markup():
     text = "<script>" + "long " * 1000
     assert f"&lt;script&gt;{'long ' * 1000}" in large("text", text, ac.String())["html"]
@@ -409,8 +435,26 @@ def test_a_volume_has_slices_in_colors_that_they_share():
     assert shown["html"] == slice_html(volume, 2) != slice_html(volume, 1)
     doubled = np.concatenate([volume, volume + 1])
     assert slice_html(doubled, 2) != slice_html(volume, 2)
+    title = f"float64 (8, 9), {volume[2].min():.6g} to {volume[2].max():.6g}"
+    assert title in shown["html"]  # not of the colors in which it is drawn
     assert large("images", np.zeros((5, 8, 9, 3), np.uint8), None)["slices"] == 5
     assert large("image", np.zeros((3, 8, 9), np.uint8), None)["slices"] == 0
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4])
+def test_frames_of_a_ragged_row_are_slices_however_many_they_are(tmp_path, frames):
+    values = np.random.default_rng(0).random((frames, 8, 9), np.float32)
+    assert large("images", values[..., None], ac.Ragged("float32", (8, 9, 1)))["slices"] == frames
+    assert large("image", values[..., :3], ac.Ragged("float32", (8, 3)))["slices"] == 0
+    with ac.Cache.create(tmp_path / "c", {"frames": ac.Ragged("float32", (8, 9))}, "4MiB", "64KiB") as cache:
+        with cache.writer() as writer:
+            writer.append(frames=values)
+        with contextlib.closing(explore.open(cache)) as widget:
+            page = Page(widget)
+            page.ask("open", one=[0, 0])
+            assert page.state["detail"]["columns"][0]["slices"] == frames
+            page.ask("slice", text="frames", at=0)
+            assert page.state["slice"]["html"] == slice_html(values, 0, ac.Ragged("float32", (8, 9)))
 
 
 def test_sound_can_be_played():
@@ -563,6 +607,43 @@ def test_the_command_prints_an_address_and_ends_at_ctrl_c(numbers):
     assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)  # trainers go first
 
 
+#: As one in a terminal: whoever starts it waits for its end. It says what it was given and what it got.
+BROWSER = """#!{python}
+import json, os, pathlib, re, sys, urllib.request
+way = urllib.request.urlopen(sys.argv[1]).read().decode()
+mode = os.stat(sys.argv[1].removeprefix("file://")).st_mode & 0o777
+got = urllib.request.urlopen(re.search('url=(.*?)"', way)[1], timeout=60).read().decode()
+seen = {{"given": sys.argv[1:], "mode": mode, "got": got, "niceness": os.nice(0)}}
+pathlib.Path("{seen}.part").write_text(json.dumps(seen))
+os.rename("{seen}.part", "{seen}")
+"""
+
+
+@pytest.mark.slow
+def test_the_command_answers_a_browser_in_the_terminal(numbers, tmp_path):
+    browser, seen = tmp_path / "browser", tmp_path / "seen"
+    browser.write_text(BROWSER.format(python=sys.executable, seen=seen))
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "arrowcache", "explore", str(numbers.path)]
+    ours = os.environ | {"BROWSER": str(browser)}
+    with subprocess.Popen(
+        command, env=ours, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            wait_until(seen.exists, "the browser to have its page")
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60)[1] == ""
+        finally:
+            process.kill()
+    found = json.loads(seen.read_text())
+    assert "page.js" in found["got"]
+    assert found["niceness"] == os.nice(0)
+    (way,) = found["given"]
+    assert way.startswith("file://")  # its command is everybody's to read, and the address has a token
+    assert found["mode"] == 0o600
+    assert not os.path.exists(way.removeprefix("file://"))
+
+
 def test_the_command_refuses_what_is_no_cache(call, tmp_path):
     code, _, errors = call("explore", tmp_path / "nothing", "--no-browser")
     assert code == 2
@@ -572,14 +653,23 @@ def test_the_command_refuses_what_is_no_cache(call, tmp_path):
 # an older Python
 
 
-def test_a_python_that_is_too_old_is_told(monkeypatch):
-    for name in ("mosaic_widget", "arrowcache.explore.explorer"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("explorer", "open"):  # by the dict: asking for an attribute would import it
-        monkeypatch.delitem(vars(explore), name, raising=False)
-    monkeypatch.setitem(sys.modules, "mosaic_widget", None)
-    with pytest.raises(ImportError, match=r"needs mosaic_widget.*: pip install"):
-        _ = explore.open
+@pytest.mark.parametrize(
+    ("needed", "module", "name"), [("mosaic_widget", "explorer", "open"), ("duckdb", "query", "sql")]
+)
+def test_a_python_that_is_too_old_is_told(cache, call, monkeypatch, needed, module, name):
+    for imported in (needed, f"arrowcache.explore.{module}"):
+        monkeypatch.delitem(sys.modules, imported, raising=False)
+    for own in (module, name):  # by the dict: asking for an attribute would import it
+        monkeypatch.delitem(vars(explore), own, raising=False)
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(ImportError, match=rf"needs {needed}.*: pip install"):
+        getattr(explore, name)
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
-    with pytest.raises(ImportError, match=r"needs mosaic_widget.*: it needs Python 3.11 or newer"):
-        _ = explore.open
+    says = f"needs {needed}, which is not installed: it needs Python 3.11 or newer"
+    with pytest.raises(ImportError, match=says):
+        getattr(explore, name)
+    if name == "sql":
+        with pytest.raises(ImportError, match=says):
+            explore.gallery(cache, "image", by="id")
+        code, _, errors = call("sql", cache.path, "from cache")
+        assert (code, says in errors) == (2, True)

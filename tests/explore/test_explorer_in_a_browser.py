@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -126,7 +129,11 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert screen.text(".count") == f"{few} of 200 rows"
         frame = explore.rows(cache, ids())
         assert explore.sql(cache, widget.sql)["x"].tolist() == frame["x"].tolist()
-        assert screen.text(".code").splitlines() == ["Loader(cache, 64, rows=explorer.ids)", widget.sql]
+        asked, taken, query = screen.text(".code").splitlines()
+        assert query == widget.sql
+        there = {"cache": cache, "explore": explore, "Loader": ac.Loader}  # of who trains
+        exec(f"{asked}\nwith {taken} as loader: loader.steps", there)
+        assert there["ids"].to_numpy().tolist() == ids()
 
         screen.click('.charts .plot:nth-child(2) g[fill="#2f7fc1"] rect')
         wait_until(lambda: not screen.text(".count").startswith(f"{few} "), "the count to fall")
@@ -167,6 +174,24 @@ def test_brush_open_exclude(served, browser, tmp_path):
         assert severe(browser) == []
     finally:
         browser.save_screenshot(str(tmp_path / "explorer.png"))
+
+
+def test_the_commands_file_leads_a_browser_to_the_page(tmp_path, browser):
+    with ac.Cache.create(tmp_path / "shown", SCHEMA, "16MiB", "256KiB", 50) as cache:
+        fill(cache, 0, 20)
+    given, starter = tmp_path / "given", tmp_path / "starter"
+    starter.write_text(f'#!/bin/sh\necho "$1" > {given}.part && mv {given}.part {given}\n')
+    starter.chmod(0o755)
+    command = [sys.executable, "-m", "arrowcache", "explore", str(cache.path)]
+    ours = os.environ | {"BROWSER": str(starter)}
+    with subprocess.Popen(command, env=ours, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(given.exists, "the command to start a browser")
+            browser.get(given.read_text().strip())
+            wait_until(lambda: Screen(browser).text(".count") == "20 of 20 rows", "the page")
+            assert "token" not in browser.current_url
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 def test_the_address_is_good_for_one_browser(served, browser):

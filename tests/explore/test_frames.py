@@ -192,6 +192,28 @@ def test_text_in_a_notebook_is_no_html(tmp_path):
     assert ">3<" in text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frame: frame,
+        lambda frame: frame.set_index("<b>"),
+        lambda frame: frame.set_index(["n", "<b>"]),
+        lambda frame: frame.groupby("<b>")[["n"]].max(),
+        lambda frame: frame.rename_axis(columns="<b>"),
+        lambda frame: frame.rename(columns=lambda name: ("<b>", name)),
+    ],
+)
+def test_names_and_labels_in_a_notebook_are_no_html(tmp_path, change):
+    schema = {"<b>": ac.String(), "n": ac.Tensor("int64")}
+    with ac.Cache.create(tmp_path / "c", schema, capacity="4MiB", segment_bytes="256KiB") as cache:
+        with cache.writer() as writer:
+            writer.append({"<b>": "<b>bold</b>", "n": 3})
+        text = change(head(cache))._repr_html_()
+    assert "<b>" not in text
+    assert "&lt;b&gt;" in text
+    assert "None" not in text
+
+
 def test_a_long_frame_shows_its_first_rows_in_a_notebook(cache):
     frame = to_pandas(cache, ["id"])
     with pd.option_context("display.max_rows", 10):

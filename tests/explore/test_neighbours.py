@@ -105,6 +105,23 @@ def test_vectors_of_complex_numbers_have_a_map(tmp_path):
         assert np.abs(np.diff(frame["x"])) == pytest.approx([200**0.5] * 7, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1, 20, 300])
+def test_rows_are_told_apart_far_from_zero(tmp_path, size):
+    moments = 1_700_000_000 + 3 * np.arange(100)
+    kinds = {"t": ac.Tensor("int64", (size,)), "same": ac.Tensor("float32", (size,))}
+    with ac.Cache.create(tmp_path / "c", kinds, "8MiB", segment_bytes="512KiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(t=np.repeat(moments[:, None], size, axis=1), same=np.full((100, size), 0.1, "f4"))
+        frame = similar(cache, "t", ["0:20", "0:80"], n=2)
+        assert frame["distance"].tolist() == pytest.approx([3 * size**0.5] * 4)
+        assert frame["_row"].isin([19, 21, 79, 81]).all()
+        assert map_of(cache, "t")["x"].nunique() == 100
+        constant = map_of(cache, "same")
+        assert constant[["x", "y"]].to_numpy().tolist() == [[0, 0]] * 100
+        assert constant.attrs["explained"] == [0] * min(size, 2)
+
+
 def test_what_is_found_is_shown_as_pictures_and_names_rows(cache):
     found = similar(cache, "image", "0:4", n=3)
     assert seen(found._repr_html_()).tags.count("img") == 3

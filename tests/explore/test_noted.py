@@ -88,6 +88,24 @@ def test_a_column_of_the_cache_comes_before_a_note_of_its_name(tmp_path):
     assert found["Label_1"].tolist() == [7.0]
 
 
+def test_rows_are_grouped_and_colored_by_an_annotation(cache):
+    cache.annotate([(0, row) for row in range(16)], Id=np.arange(16) % 2)
+    made = explore.gallery(cache, "image", by="Id")  # beside a column "id"
+    assert {group.value: group.rows for group in made.groups} == {"NaN": 48, "0.0": 8, "1.0": 8}
+    frame = explore.map_of(cache, "image", by="Id")
+    assert frame["Id"].tolist()[:17] == pytest.approx([0, 1] * 8 + [np.nan], nan_ok=True)
+    with pytest.raises(ValueError, match="a gallery is grouped by one value a row: id, Id can be"):
+        explore.gallery(cache, "image", by="image")
+
+
+def test_what_is_of_columns_alone_says_who_has_annotations(cache):
+    for others in ("", "; sql and to_pandas have loss as well"):
+        for look in (lambda: explore.describe(cache, ["loss"]), lambda: explore.plot_values(cache, "loss")):
+            with pytest.raises(ValueError, match=f"'loss': the cache has id, image{others}$"):
+                look()
+        cache.annotate("0:1", loss=1.0)
+
+
 def test_notes_are_columns_of_polars(cache):
     pytest.importorskip("polars", reason="polars is not installed")
     cache.tag("0:1", "hard")

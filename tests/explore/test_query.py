@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -174,6 +178,26 @@ def test_a_failed_query_keeps_no_segment(cache):
     assert kept.value.__traceback__ is not None  # a notebook keeps it, too, until the next error
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_a_query_of_the_command(tmp_path):
+    sizes = {"capacity": "64MiB", "segment_bytes": "4MiB"}
+    with ac.Cache.create(tmp_path / "c", {"x": ac.Tensor("float32")}, **sizes) as cache:
+        with cache.writer() as writer:
+            writer.extend(x=np.arange(400_000, dtype=np.float32))
+        query = "select sum(a.x * b.x) from cache a, cache b"  # minutes
+        command = [sys.executable, "-m", "arrowcache", "sql", str(cache.path), query]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            wait_until(lambda: cache.stats().leased_bytes, "the query to have its rows")
+            time.sleep(1)  # for it to be at work on them
+            process.send_signal(signal.SIGINT)
+            try:
+                assert process.communicate(timeout=60) == (None, "")
+            finally:
+                process.kill()
+        assert process.returncode == 130
+        assert cache.stats().leased_bytes == 0
+
+
 def test_a_cache_that_vanishes_is_one_sentence(cache):
     shutil.rmtree(cache.path)
     with pytest.raises(FileNotFoundError, match="moved or removed while in use"):
@@ -262,7 +286,11 @@ def test_a_name_that_stands_for_a_number_is_taken_as_one(cache):
     given = ["id as image", 'id "image"', "id + 0 image", "image: id", "(id) image", "[id][1] image"]
     given += ["case when true then id end /* of */ image", "id + 0 --\n IMAGE"]
     for one in given:
-        assert sql(cache, f"select max(image) as m from (select {one} from cache)")["m"].tolist() == [63], one
+        for name in ("m", "image"):
+            query = f"select max(image) as {name} from (select {one} from cache)"
+            assert sql(cache, query)[name].tolist() == [63], query
+    found = sql(cache, "select max(image) as image from (select t_max(image) as image from cache)")
+    assert found["image"].tolist() == [255 + 63]
 
 
 @pytest.mark.parametrize(
@@ -276,6 +304,10 @@ def test_what_a_text_or_a_comment_says_is_not_asked(cache, text):
     ("query", "says"),
     [
         ("select avg(image) from cache", "avg(image) is of one number a row, and 'image' has many"),
+        ("select max(c.image) from cache c", "t_max(c.image)"),
+        ("select max(distinct image) from cache", "t_max(image)"),
+        ("select id, max(image) as image from cache group by id", "t_max(image)"),
+        ("select max(image) from (select min(image) as IMAGE from cache)", "t_m"),
         ("select avg(image) from cache", "select avg(t_mean(image)) from cache"),
         ('select MAX( cache."image" ) from cache', 't_max(cache."image")'),
         ("select id from cache order by min(image)", "there is t_min(image)"),
@@ -309,6 +341,12 @@ def test_elements_are_asked_for_beside_notes(cache):
     cache.tag("0:0", "hard")
     found = sql(cache, "select * from cache order by t_mean(image) limit 1")
     assert found["_tags"].tolist() == [["hard"]]
+
+
+@pytest.mark.parametrize("query", ["-- all\nfrom cache", "with a as (select 1) from cache"])
+def test_whatever_names_all_columns_has_the_notes(cache, query):
+    cache.exclude("0:1")
+    assert sql(cache, query)["_excluded"].sum() == 1
 
 
 def test_a_query_that_is_no_plain_select_or_is_deep_names_everything(cache):

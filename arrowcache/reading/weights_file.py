@@ -20,7 +20,6 @@ from arrowcache.storage.note_lines import arrow_file
 from arrowcache.storage.store import Store
 
 _KEPT = 4
-_SHARE = 8
 _MORE_BYTES = 4096  # of a file than its weights
 
 
@@ -31,7 +30,7 @@ def make_room(store: Store, rows: int) -> None:
     """
     nbytes = 4 * rows + _MORE_BYTES
     with store.locked(), suppress(CacheFullError):
-        if nbytes <= store.settings.capacity_bytes // _SHARE:
+        if nbytes <= store.settings.notes_bytes:
             store.require_room(nbytes)
 
 
@@ -43,7 +42,7 @@ def write_weights(store: Store, weights: Weights) -> None:
     name = _name(weights.name)
     if not store.folder.touch_weights(name):
         data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
-        kept = min(_KEPT, store.settings.capacity_bytes // _SHARE // data.size)
+        kept = min(_KEPT, store.settings.notes_bytes // data.size)
         store.folder.drop_weights(max(1, kept) - 1)
         store.require_room(data.size)
         store.folder.link_weights(name, data)

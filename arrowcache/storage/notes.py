@@ -47,8 +47,7 @@ _log = logging.getLogger("arrowcache")
 MARKS, VALUES = "marks", "values"
 NO_TAGS = ("included", "all")  # what else may be said of rows
 _MOST_MERGED = 32 << 20  # bytes of a file that is merged: cache.lock is held meanwhile
-_SHARE = 8  # such a part of the capacity is the most that notes of a kind take
-_VALUE_BYTES = 8  # of one value, about
+_VALUE_BYTES = 4  # of one value, at least
 _ATTEMPTS = 100  # to read files that others merge meanwhile
 
 
@@ -100,7 +99,7 @@ class Notes:
 
     @property
     def most_values(self) -> int:
-        """The number of values that there may be, about."""
+        """The number of values that there may be, at most."""
         return self._share // _VALUE_BYTES
 
     def has_grown(self, values: int) -> bool:
@@ -112,7 +111,7 @@ class Notes:
     @property
     def _share(self) -> int:
         """The most bytes that notes of a kind take."""
-        return self._store.settings.capacity_bytes // _SHARE
+        return self._store.settings.notes_bytes
 
     def warn_of_loss(self) -> None:
         """Warn, once, of values that left for want of room. Where warnings are errors it is only logged."""

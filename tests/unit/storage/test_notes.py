@@ -426,8 +426,8 @@ def test_values_take_an_eighth_and_the_oldest_leave(tmp_path):
     assert np.isfinite(notes.values(rows, "value_11_29")).all()
     assert notes.excluded(rows)[0]
     assert nbytes_of(cache) <= cache.stats().capacity_bytes / 8 + 4096
-    with pytest.raises(ValueError, match="19200 values are more than an eighth of the cache's capacity"):
-        cache.annotate(ids, **{f"value_{number}": 1 for number in range(600)})
+    with pytest.raises(ValueError, match="38400 values are more than an eighth of the cache's capacity"):
+        cache.annotate(ids, **{f"value_{number}": 1 for number in range(1200)})
 
 
 def test_that_values_left_is_told_once_with_the_way_out(tmp_path, caplog):
@@ -467,6 +467,19 @@ def test_more_values_in_one_call_than_fit_keep_the_last_rows(tmp_path):
     assert found[-1]
     assert not found[0]
     assert nbytes_of(cache) <= cache.store.settings.capacity_bytes / 8
+
+
+def test_a_value_of_each_row_that_float32_holds_is_annotated_in_one_call(tmp_path):
+    cache = ac.Cache.create(tmp_path / "cache", {"x": ac.Tensor("float32", (12,))}, "8MiB", "256KiB")
+    with cache.writer() as writer:
+        writer.extend(x=np.zeros((155_000, 12), np.float32))
+    segments = cache.store.segments()
+    ids = np.array([(each.seq, row) for each in segments for row in range(each.rows)])
+    assert 4 * len(ids) < cache.store.settings.notes_bytes < 8 * len(ids)
+    cache.annotate(ids, loss=np.ones(len(ids), np.float32))
+    cache.close()
+    notes, rows = notes_of(ac.Cache.open(cache.path))
+    assert np.isfinite(notes.values(rows, "loss")).all()
 
 
 def test_half_of_many_small_rows_are_excluded_in_a_bit_a_row(tmp_path):

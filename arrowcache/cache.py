@@ -211,7 +211,8 @@ class Cache(Shown, Closable):
 
         All together they take up to an eighth of the capacity, as files of 4 or 8 bytes a value; one of each
         row fits where a row has some 40 bytes or more. Beyond it the oldest leave, and the rows have none;
-        the first time gives a RuntimeWarning, each time a line in the log.
+        the first time gives a RuntimeWarning, and there is a line in the log, at most one a minute. A Loader
+        by annotations, or by a function, has their room made before it leases the segments.
 
         Args:
             ids: as of `exclude`; batches of `Loader(with_ids=True)` have them. Rows that have left the cache
@@ -219,9 +220,9 @@ class Cache(Shown, Closable):
             values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all; it
                 is read back as float64, and takes 4 bytes where float32 holds it, too, else 8. NaN: it has
                 none. A name is no column's, and does not begin with "_".
-        Blocks: no, unless a million rows wait to be written.
+        Blocks: no, unless a million rows wait to be written. Where they cannot be, the oldest are lost.
         Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
-            a dataset. LockTimeoutError, CacheFullError, OSError: a million rows wait, and cannot be written.
+            a dataset.
         """
         annotations, found = self._noted(), row_ids(ids)
         if not values:

@@ -27,7 +27,6 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.selection import Selection
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weighing import Weighing
-from arrowcache.reading.weights_file import make_room
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count
@@ -164,7 +163,7 @@ class Supply:
 
     def _reserve(self) -> None:
         if self._weighing is not None:
-            make_room(self.store, self.rows)
+            self._weighing.reserve(self.rows)
 
     def _weigh(self, snapshot: Snapshot) -> None:
         if self._weighing is not None:

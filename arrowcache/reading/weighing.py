@@ -7,15 +7,18 @@ Of annotations a row without one weighs as much as the heaviest other: what is n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema, Tensor
+from arrowcache.errors import CacheFullError
 from arrowcache.reading.segment_function import SegmentFunction
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weights import Weights
+from arrowcache.reading.weights_file import missing_bytes
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
@@ -32,7 +35,8 @@ class Weighing:
     """
 
     def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
-        self._annotations = Annotations.of(store)
+        self._store, self._annotations = store, Annotations.of(store)
+        self._reads_notes = callable(weights) or weights not in store.settings.schema
         self._values: RowValues | None = None
         if callable(weights):
             self._function = SegmentFunction(self._annotations, weights, _floats)
@@ -40,6 +44,20 @@ class Weighing:
             self._function = SegmentFunction(self._annotations, lambda columns: columns[weights], _floats)
         else:
             self._values = RowValues(self._annotations.notes, weights)
+
+    def reserve(self, rows: int) -> None:
+        """Have room for the weights of so many rows, and for values of them that are noted later.
+
+        An epoch calls it before it leases all that might leave. What cannot be had is left to who needs it.
+        Blocks: for cache.lock, and while annotations are written.
+        """
+        if self._reads_notes:
+            self._annotations.flush_or_warn()
+        with self._store.locked(), suppress(CacheFullError):
+            nbytes = missing_bytes(self._store, rows)
+            self._store.require_room(nbytes)
+            if self._reads_notes:
+                self._store.require_room(nbytes + self._annotations.notes.missing_bytes(rows))
 
     def of(self, snapshot: Snapshot) -> Weights:
         """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.

@@ -8,12 +8,10 @@ might leave.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 import pyarrow as pa
 
-from arrowcache.errors import CacheFullError, MissingSegmentsError
+from arrowcache.errors import MissingSegmentsError
 from arrowcache.reading.weights import Weights
 from arrowcache.storage.layout import WEIGHTS_NAME
 from arrowcache.storage.note_lines import arrow_file
@@ -23,15 +21,13 @@ _KEPT = 4
 _MORE_BYTES = 4096  # of a file than its weights
 
 
-def make_room(store: Store, rows: int) -> None:
-    """Have room for the weights of so many rows, if they are at most an eighth of the capacity.
+def missing_bytes(store: Store, rows: int) -> int:
+    """The bytes that files of weights of so many rows may take beyond those that are there.
 
-    What cannot be had is left to `write_weights`.
+    0 if one is above an eighth of the capacity: it is left to `write_weights`.
     """
     nbytes = 4 * rows + _MORE_BYTES
-    with store.locked(), suppress(CacheFullError):
-        if nbytes <= store.settings.notes_bytes:
-            store.require_room(nbytes)
+    return max(0, min(_KEPT, store.settings.notes_bytes // nbytes) * nbytes - store.folder.weights_bytes())
 
 
 def write_weights(store: Store, weights: Weights) -> None:

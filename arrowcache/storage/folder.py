@@ -663,11 +663,18 @@ class Folder:
 
     def drop_weights(self, kept: int) -> None:
         """Unlink all files of weights but the last few used; only under cache.lock."""
-        names = _plain(self.notes) if self.notes.is_dir() else ()
-        old = [each for each in names if layout.WEIGHTS_NAME.fullmatch(each)]
+        old = self._weights()
         old.sort(key=lambda each: os.stat(self.notes / each).st_mtime_ns)
         for each in old[: max(0, len(old) - kept)]:
             (self.notes / each).unlink(missing_ok=True)
+
+    def weights_bytes(self) -> int:
+        """The length of all files of weights; only under cache.lock."""
+        return sum(os.stat(self.notes / name).st_size for name in self._weights())
+
+    def _weights(self) -> list[str]:
+        names = _plain(self.notes) if self.notes.is_dir() else ()
+        return [each for each in names if layout.WEIGHTS_NAME.fullmatch(each)]
 
     def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:
         if not self.notes.is_dir():

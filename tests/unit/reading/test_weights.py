@@ -14,6 +14,8 @@ import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading.selected import Selected, bitmap
 from arrowcache.reading.weights import Draws, Weights
+from arrowcache.storage.annotations import Annotations
+from arrowcache.storage.notes import VALUES
 
 ROWS = 160
 
@@ -220,6 +222,32 @@ def test_a_full_cache_has_room_for_the_weights_of_a_state_and_keeps_its_rows(tmp
     assert len(weights_files(cache)) >= 1
     assert sum((cache.path / "notes" / name).stat().st_size for name in weights_files(cache)) <= 1 << 20
     assert before - cache.stats().rows <= 2 * 2**20 // 40
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("endless", [True, False])
+@pytest.mark.parametrize(
+    "weights",
+    ["loss", lambda columns: np.nan_to_num(columns.get("loss", np.ones(len(columns["x"]))), nan=1.0)],
+)
+def test_priorities_take_hold_on_a_full_cache_that_nobody_writes_to(tmp_path, weights, endless):
+    cache = ac.Cache.create(tmp_path / "full", {"x": ac.Tensor("float32", (12,))}, "8MiB", "64KiB")
+    while not cache.stats().evicted_rows:
+        with cache.writer() as writer:
+            writer.extend(x=np.zeros((1200, 12), np.float32))
+    before, annotations = cache.stats().rows, Annotations.of(cache.store)
+    with Loader(cache, 4096, weights=weights, epoch_rows=25 * 4096, with_ids=True) as loader:
+        batches = loader.repeat() if endless else (batch for _ in range(5) for batch in loader)
+        for step, batch in enumerate(batches):
+            if step == 100:
+                break
+            cache.annotate(batch, loss=(batch["_row"] == 3).astype(np.float32))
+            annotations.flush()
+            annotations.notes.merge(VALUES)
+        assert loader.stats().epochs == 5
+        assert (batch["_row"] == 3).mean() > 0.3, "a weight of 1 among weights of 0"
+        loader.state_dict()
+    assert before - cache.stats().rows <= before // 4
     assert cache.verify() == []
 
 

@@ -400,6 +400,25 @@ def test_values_leave_before_segments_do_for_an_exclusion(tmp_path):
     assert cache.verify() == []
 
 
+def test_on_a_full_cache_that_is_leased_new_values_take_the_place_of_the_oldest(tmp_path):
+    cache = make_cache(tmp_path / "cache", headroom=0)
+    publish(cache, 60)
+    newest = cache.stats().next_seq - 1
+    rows = np.array([(newest, row) for row in range(16)])
+    cache.evict("64KiB")
+    written = Notes(cache.store)
+    with cache.snapshot():
+        for turn in range(60):
+            written.annotate({f"value_{turn}_{number}": (rows, rows[:, 1] / 3) for number in range(50)})
+            assert cache.stats().allocated_bytes <= cache.stats().capacity_bytes
+    notes, there = notes_of(cache)
+    assert np.isfinite(notes.values(there, "value_59_49")).sum() == 16
+    assert "value_0_0" not in notes.names()
+    assert nbytes_of(cache) < cache.store.settings.notes_bytes
+    with pytest.warns(RuntimeWarning, match="where exclusions, tags and leased segments leave them as much"):
+        written.warn_of_loss()
+
+
 def test_a_file_leaves_with_the_newest_segment_that_it_has_a_note_on(cache):
     cache.exclude([(0, 0), (1, 1)])
     cache.annotate((1, 1), loss=1)
@@ -448,7 +467,7 @@ def test_that_values_left_is_told_once_with_the_way_out(tmp_path, caplog):
     assert "all may take 128.0 KiB, an eighth of the capacity" in str(warning.message)
     assert "cache.resize()" in str(warning.message)
     assert warning.filename == __file__
-    assert len(caplog.messages) > 1
+    assert len(caplog.messages) == 1, "one a minute"
     notes, _ = notes_of(ac.Cache.open(cache.path))
     assert "value_5_199" in notes.names()
     assert "value_0_0" not in notes.names()
@@ -562,6 +581,26 @@ def test_a_million_values_are_written_by_who_brings_them(tmp_path):
     assert not (cache.path / "notes").exists()
     cache.annotate("0:1", loss=2)
     assert len(note_names(cache)) == 1
+
+
+def test_of_a_million_rows_that_cannot_be_written_the_oldest_are_lost_and_no_training_ends(
+    tmp_path, monkeypatch
+):
+    cache = make_cache(tmp_path / "large", capacity="64MiB", segment_bytes="1MiB")
+    publish(cache, SEGMENTS)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "link_note", fails)
+        cache.annotate("0:0", old=1)
+        for number in range(11):
+            cache.annotate(np.zeros((100_000, 2), int), loss=number)
+        with pytest.warns(RuntimeWarning, match=r"wait to be written, the oldest [\d,]+ are lost: no room"):
+            cache.annotate("0:1", loss=11)
+    assert values(cache, "loss") == {(0, 0): 10.0, (0, 1): 11.0}
+    assert values(ac.Cache.open(cache.path), "old") == {}
 
 
 def test_a_row_that_no_segment_can_have_is_no_other_row(cache):

@@ -50,6 +50,7 @@ class Supply:
         #: Segments from this number on came after this loader's last snapshot; inf before the first one.
         self.known: float = math.inf
         self.warns = True  # of rows left out; False once warned, or if another rank on this node warns
+        self.has_ranks = False  # who share its snapshots
         # results of the last `take`
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # rows of the listed segments that an epoch may have
@@ -163,7 +164,7 @@ class Supply:
 
     def _reserve(self) -> None:
         if self._weighing is not None:
-            self._weighing.reserve(self.rows)
+            self._weighing.reserve(self.rows, of_ranks=self.has_ranks)
 
     def _weigh(self, snapshot: Snapshot) -> None:
         if self._weighing is not None:

@@ -45,7 +45,7 @@ class Weighing:
         else:
             self._values = RowValues(self._annotations.notes, weights)
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, rows: int, *, of_ranks: bool) -> None:
         """Have room for the weights of so many rows, and for values of them that are noted later.
 
         An epoch calls it before it leases all that might leave. What cannot be had is left to who needs it.
@@ -54,7 +54,7 @@ class Weighing:
         if self._reads_notes:
             self._annotations.flush_or_warn()
         with self._store.locked(), suppress(CacheFullError):
-            nbytes = missing_bytes(self._store, rows)
+            nbytes = missing_bytes(self._store, rows, of_ranks=of_ranks)
             self._store.require_room(nbytes)
             if self._reads_notes:
                 self._store.require_room(nbytes + self._annotations.notes.missing_bytes(rows))

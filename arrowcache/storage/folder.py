@@ -12,7 +12,7 @@ import itertools
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -645,10 +645,10 @@ class Folder:
         """Unlink a file of notes, if it is still there; only under cache.lock."""
         (self.notes / file.name).unlink(missing_ok=True)
 
-    def touch_weights(self, name: str) -> bool:
-        """Mark a file of weights as used now. Returns: False: there is none."""
+    def touch_weights(self, name: str, *, of_ranks: bool) -> bool:
+        """Mark a file of weights as used now by a state; not for ranks. Returns: False: there is none."""
         try:
-            os.utime(self.notes / name)
+            (os.stat if of_ranks else os.utime)(self.notes / name)
         except FileNotFoundError:
             return False
         return True
@@ -657,16 +657,22 @@ class Folder:
         """The bytes of a file of weights. Raises: FileNotFoundError: it left."""
         return _read(self.notes / name, _MOST_WEIGHTS_BYTES)
 
-    def link_weights(self, name: str, data: memoryview) -> None:
-        """Make a file of weights appear; only under cache.lock."""
+    def link_weights(self, name: str, data: memoryview, *, of_ranks: bool) -> None:
+        """Make a file of weights appear; only under cache.lock. One that no state uses has the time 0."""
         self._link_in_notes(name, data, syncs=False)
+        if of_ranks:
+            os.utime(self.notes / name, (0, 0))
 
-    def drop_weights(self, kept: int) -> None:
-        """Unlink all files of weights but the last few used; only under cache.lock."""
-        old = self._weights()
-        old.sort(key=lambda each: os.stat(self.notes / each).st_mtime_ns)
-        for each in old[: max(0, len(old) - kept)]:
-            (self.notes / each).unlink(missing_ok=True)
+    def drop_weights(self, kept: int, held: Container[str]) -> None:
+        """Unlink files of weights, but for the last few that states used, and those that ranks hold.
+
+        Only under cache.lock.
+        """
+        times = {name: os.stat(self.notes / name).st_mtime_ns for name in self._weights()}
+        of_states = sorted((name for name in times if times[name]), key=times.__getitem__)
+        for name in times.keys() - of_states[max(0, len(of_states) - kept) :]:
+            if name not in held:
+                (self.notes / name).unlink(missing_ok=True)
 
     def weights_bytes(self) -> int:
         """The length of all files of weights; only under cache.lock."""
@@ -699,6 +705,15 @@ class Folder:
             return RanksFile(self.ranks / name)
         except FileNotFoundError:
             return None
+
+    def held_ranks(self) -> Iterator[bytes]:
+        """The content of each file in ranks/ that some rank holds; only under cache.lock."""
+        for name in _plain(self.ranks):
+            file = self.open_ranks_file(name) if layout.RANKS_NAME.fullmatch(name) else None
+            if file is not None:
+                with contextlib.closing(file):
+                    if file.is_held():
+                        yield file.read()
 
     def link_ranks_file(self, name: str, data: bytes) -> RanksFile:
         """Make a file appear in ranks/, whole and held already; only under cache.lock.

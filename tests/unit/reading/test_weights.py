@@ -271,7 +271,9 @@ def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
         with pytest.raises(ac.MissingSegmentsError, match="are damaged"):
             loader.load_state_dict(state)
         (cache.path / "notes" / name).unlink()
-        with pytest.raises(ac.MissingSegmentsError, match="have left the cache, which keeps the last 4"):
+        with pytest.raises(
+            ac.MissingSegmentsError, match="of the last few states are kept, have left the cache: begin"
+        ):
             loader.load_state_dict(state)
         with pytest.raises(ValueError, match=r"the state is damaged: weights of the name '../x'"):
             loader.load_state_dict(state | {"weights": "../x"})
@@ -308,6 +310,75 @@ def test_ranks_draw_by_the_weights_of_the_first_of_them(cache):
     assert [ids_of(step) for step in zip(*epochs, strict=True)] == wanted
     assert len(asked) == 10
     for loader in ranks:
+        loader.close()
+
+
+def two_ranks(monkeypatch, cache, **options):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return [Loader(cache, rank=rank, world_size=2, run_id="job", **options) for rank in range(2)]
+
+
+def test_a_rank_that_is_five_epochs_behind_has_the_weights_of_its_epoch(cache, monkeypatch):
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss")
+    ids = [(seq, row) for seq in range(10) for row in range(16)]
+    for row in range(6):
+        cache.annotate(ids, loss=np.eye(160)[row])
+        assert {*ids_of(first)} == {row}
+    assert len(weights_files(cache)) == 6
+    for row in range(6):
+        assert {*ids_of(second)} == {row}
+    cache.annotate(ids, loss=1.0)
+    next(iter(first))
+    assert len(weights_files(cache)) == 1
+    for loader in (first, second):
+        loader.close()
+
+
+def test_states_push_out_no_weights_of_ranks(tmp_path, monkeypatch):
+    """At a seam, where one rank still saves states of the old epoch; an eighth has room for one file."""
+    cache = ac.Cache.create(tmp_path / "small", {"id": ac.Tensor("int64")}, "1MiB", "64KiB")
+    with cache.writer() as writer:
+        writer.extend(id=np.arange(20_000))
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", epoch_rows=320)
+    ids = [(seq, row) for seq in range(3) for row in range(100)]
+    cache.annotate(ids, loss=1)
+    one, other = first.repeat(), second.repeat()
+    for step in range(60):
+        if step % 10 == 3:
+            cache.annotate(ids, loss=float(step))
+        batch = next(one)
+        first.state_dict()
+        assert ids_of([batch]) != ids_of([next(other)])
+    for loader in (first, second):
+        loader.close()
+
+
+def test_ranks_push_out_no_weights_of_a_state(cache, monkeypatch):
+    ranks = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", epoch_rows=160)
+    batches = [rank.repeat() for rank in ranks]
+    for step in range(100):
+        for each in batches:
+            next(each)
+        if step == 5:
+            state = ranks[0].state_dict()
+        cache.annotate([(0, row) for row in range(8)], loss=float(step))
+    for rank in ranks:
+        rank.close()
+    with Loader(cache, 16, weights="loss", epoch_rows=160) as loader:
+        loader.load_state_dict(state)
+        assert len(ids_of(loader)) == 64
+
+
+def test_a_rank_whose_weights_were_removed_is_told_what_to_do(cache, monkeypatch):
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="id")
+    next(iter(first))
+    (name,) = weights_files(cache)
+    (cache.path / "notes" / name).unlink()
+    with pytest.raises(
+        ac.MissingSegmentsError, match=r"of epoch 0, on which the ranks agreed, have left .*: end"
+    ):
+        next(iter(second))
+    for loader in (first, second):
         loader.close()
 
 

@@ -9,6 +9,7 @@ might leave.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -22,6 +23,7 @@ from arrowcache.storage.store import Store
 
 _KEPT = 4
 _MORE_BYTES = 4096  # of a file than its weights
+_looked_at: weakref.WeakSet[Weights] = weakref.WeakSet()  # whose file was found, or made, to be sound
 _OF_STATE = "of the state's epoch, of which those of the last few states are kept,"
 _NEXT_EPOCH = (
     "begin the next epoch, with "
@@ -40,19 +42,25 @@ def missing_bytes(store: Store, rows: int, *, of_ranks: bool) -> int:
 
 
 def write_weights(store: Store, weights: Weights, *, of_ranks: bool = False) -> None:
-    """Write the file of weights, if it is not there; under cache.lock.
+    """Write the file of weights, if it is not there or, at first, if it is damaged; under cache.lock.
 
+    Blocks: for the disk. The content of a file is looked at once for each of these objects.
     Args:
         of_ranks: for ranks who join the epoch, by a file in `ranks/` that is linked next; else for a state.
     Raises: CacheFullError: what is leased leaves no room.
     """
     name = _name(weights.name)
-    if not store.folder.touch_weights(name, of_ranks=of_ranks):
+    if weights not in _looked_at:
+        with suppress(MissingSegmentsError):
+            read_weights(store, weights.name)
+            _looked_at.add(weights)
+    if weights not in _looked_at or not store.folder.touch_weights(name, of_ranks=of_ranks):
         data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
         kept = max(1, min(_KEPT, store.settings.notes_bytes // data.size))
         store.folder.drop_weights(kept if of_ranks else kept - 1, _names_of_ranks(store))
         store.require_room(data.size)
         store.folder.link_weights(name, data, of_ranks=of_ranks)
+        _looked_at.add(weights)
 
 
 def _names_of_ranks(store: Store) -> set[str]:

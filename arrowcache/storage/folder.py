@@ -658,8 +658,12 @@ class Folder:
         return _read(self.notes / name, _MOST_WEIGHTS_BYTES)
 
     def link_weights(self, name: str, data: memoryview, *, of_ranks: bool) -> None:
-        """Make a file of weights appear; only under cache.lock. One that no state uses has the time 0."""
-        self._link_in_notes(name, data, syncs=False)
+        """Make a file of weights appear, on the disk, in place of a damaged one; only under cache.lock.
+
+        One that no state uses has the time 0.
+        """
+        (self.notes / name).unlink(missing_ok=True)
+        self._link_in_notes(name, data, syncs=True)
         if of_ranks:
             os.utime(self.notes / name, (0, 0))
 

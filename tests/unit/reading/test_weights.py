@@ -283,6 +283,20 @@ def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
         assert len(ids_of(loader)) == 160
 
 
+@pytest.mark.parametrize("damage", [lambda data: bytes(len(data)), lambda data: data[:-20], lambda data: b""])
+def test_a_damaged_file_of_weights_is_written_again(cache, damage):
+    for _ in range(2):  # as after a restart
+        with Loader(cache, 8, weights="id") as loader:
+            next(iter(loader))
+            state = loader.state_dict()
+            (name,) = weights_files(cache)
+            with Loader(cache, 8) as other:
+                other.load_state_dict(state)
+                assert len(ids_of(other)) == 152
+        path = cache.path / "notes" / name
+        path.write_bytes(damage(path.read_bytes()))
+
+
 def test_the_last_few_files_of_weights_are_kept(cache):
     for number in range(7):
         with Loader(cache, 8, weights=lambda columns, n=number: columns["id"] + n) as loader:

@@ -55,7 +55,8 @@ class Annotations:
     def of(cls, store: Store) -> Annotations:
         """Those of a cache, shared by all its users in this process. Raises: OSError: its folder is gone."""
         with explaining(store.folder.path):
-            identity = store.folder.path, *file_identity(os.stat(store.folder.lease_lock))
+            status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
+        identity = store.folder.path, *file_identity(status), status.st_mtime_ns
         with unforked:  # and no other thread comes in between
             found = _living.get(identity)
             if found is None:

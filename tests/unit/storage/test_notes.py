@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -641,6 +642,19 @@ def test_a_cache_that_was_moved_and_opened_anew_is_written_to_where_it_is(cache)
     again = ac.Cache.open(moved)
     again.annotate("0:1", loss=2)
     assert values(again, "loss") == {(0, 0): 1.0, (0, 1): 2.0}
+
+
+def test_a_cache_that_is_made_again_at_its_path_has_notes_of_its_own(tmp_path):
+    """The folder's inodes are used again at once."""
+    made = []  # which keeps the annotations of each
+    for number in range(4):
+        columns = {name: ac.Tensor("int64") for name in ("x", "y")[: 1 + number % 2]}
+        cache = ac.Cache.create(tmp_path / "cache", columns, "8MiB", segment_bytes="64KiB")
+        with cache.writer() as writer:
+            writer.extend(**{name: np.arange(16) for name in columns})
+        made.append(cache)
+        assert cache.exclude("0:1") == 1
+        shutil.rmtree(tmp_path / "cache")
 
 
 def test_annotating_makes_one_thread_which_ends(cache):

@@ -178,8 +178,8 @@ class Plan:
             packing: sequences that the reader makes. None means batches of rows.
             weights: those that the state names.
         Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
-            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences. The
-            message says what is wrong.
+            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences, or by
+            weights that are not given. The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
@@ -187,6 +187,12 @@ class Plan:
             raise ValueError(
                 f"the state has version {state.get('version')!r}, this arrowcache reads {_SELECTED_VERSION}: "
                 "use the arrowcache that made it, or begin without it"
+            )
+        if weights is None and state.get("weights") and state.get("segments"):
+            raise ValueError(
+                "the state is of an epoch that draws rows by weights, which this reader does not: go on with a "
+                "Loader, or begin the next epoch: state | {'epoch': state['epoch'] + 1, 'position': 0, "
+                "'segments': [], 'weights': None}"
             )
         try:
             for run in state["segments"]:

@@ -262,6 +262,19 @@ def test_set_epoch_after_a_loaded_state_takes_the_place_of_its_rest(cache):
     assert later.state_dict()["epoch"] == 7
 
 
+def test_a_state_of_draws_by_weights_is_refused_and_the_next_epoch_is_not(cache):
+    with Loader(cache, 10, weights="id") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    batches = iter(EpochBatchSampler(cache, 10))
+    with pytest.raises(ValueError, match="draws rows by weights, .*: go on with a Loader, or begin the next"):
+        batches.load_state_dict(state)
+    after = {"epoch": state["epoch"] + 1, "position": 0, "segments": [], "weights": None}
+    batches.load_state_dict(state | after)
+    rows = torch.cat([CacheDataset(cache).__getitems__(next(batches))["id"] for _ in range(4)])
+    assert len(rows.unique()) == 40
+
+
 def test_len_is_of_the_epoch_in_progress_else_of_the_next(cache):
     loader = dataloader(cache, 16, 2)
     assert len(loader) == 10

@@ -29,7 +29,7 @@ from arrowcache.storage.sizing import require_pace, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
-from arrowcache.units import format_bytes, format_count, parse_bytes, require_function
+from arrowcache.units import format_bytes, format_count, parse_bytes, require_function, require_text
 
 if TYPE_CHECKING:
     import pyarrow.dataset
@@ -181,7 +181,7 @@ class Cache(Shown, Closable):
         Raises: ValueError, TypeError: not ids, or a cache of a dataset. IndexError: a row that never was.
             CacheFullError: there is no room for the note.
         """
-        _require_text(reason, "reason")
+        require_text(reason, "reason")
         return self._notes.exclude(row_ids(ids), reason)
 
     def include(self, ids: object) -> int:
@@ -332,14 +332,11 @@ def marked_rows(store: Store, segments: Sequence[SegmentInfo]) -> list[str]:
     return [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]
 
 
-def _require_text(text: object, name: str) -> None:
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be a text, not {text!r}")
-
-
 def _values(name: str, given: ArrayLike, rows: int, schema: Schema) -> NDArray[np.float64]:
-    if name in schema or name.startswith("_"):
-        raise ValueError(f"a value cannot have the name {name!r}, which is a column's: take another one")
+    if not require_text(name, "the name of a value") or name in schema or name.startswith("_"):
+        raise ValueError(
+            f"a value cannot have the name {name!r}: take one that is no column's and does not begin with '_'"
+        )
     array = on_host(given)
     if array.dtype.kind not in "biuf" or array.ndim > 1 or (array.ndim and len(array) != rows):
         raise ValueError(

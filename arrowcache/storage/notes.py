@@ -41,7 +41,7 @@ from arrowcache.storage.note_lines import (
 )
 from arrowcache.storage.row_ids import found, is_row_id
 from arrowcache.storage.store import Store
-from arrowcache.units import format_bytes
+from arrowcache.units import format_bytes, require_text
 
 _log = logging.getLogger("arrowcache")
 
@@ -357,9 +357,7 @@ def _digest(data: bytes) -> str:
 
 def require_tag(tag: str) -> str:
     """Return a tag. Raises: TypeError, ValueError: it is none, or means something else to `Loader(rows=)`."""
-    if not isinstance(tag, str):
-        raise TypeError(f"a tag must be a text, not {tag!r}")
-    if not tag or tag in NO_TAGS or is_row_id(tag):
+    if not require_text(tag, "a tag") or tag in NO_TAGS or is_row_id(tag):
         raise ValueError(
             f"{tag!r} cannot be a tag, since rows={tag!r} says something else: take another text"
         )

@@ -97,6 +97,11 @@ def require_weights(weights: object, schema: Schema) -> object:
         raise TypeError(
             f"weights must be None, the name of an annotation or column, or a function, not {weights!r}"
         )
+    if weights[:1] in ("", "_") and weights not in schema:
+        raise ValueError(
+            f"weights={weights!r} can be no annotation, whose name does not begin with '_': if it is a column "
+            f"of batches with ids, give a function, such as lambda columns: columns[{weights!r}] + 1.0"
+        )
     if weights in schema and not (isinstance(kind := schema[weights], Tensor) and kind.shape == ()):
         raise ValueError(f"weights={weights!r} is a column of {kind}: name one of a number a row")
     return weights

@@ -206,13 +206,14 @@ class Plan:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
             epoch_rows, within = state["epoch_rows"], state.get("within")
+            least_draws = 1 if weights is None else 0  # none, where all that weighs has left: see `among`
             if state["version"] == _SELECTED_VERSION and len(seqs) and not {"selected", "weights"} & {*state}:
                 raise KeyError("selected")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
                 shuffle=require_shuffle(state["shuffle"]),
-                epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+                epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows", least_draws),
                 window_rows=parse_count(state["window_rows"], "window_rows"),
                 block_rows=parse_count(state["block_rows"], "block_rows"),
                 seqs=seqs,

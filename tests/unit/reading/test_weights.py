@@ -194,6 +194,22 @@ def test_draws_end_where_all_that_weighs_has_left(tmp_path, left):
         assert len(ids_of(loader)) == 40
 
 
+def test_the_state_of_an_epoch_without_draws_is_loaded(cache):
+    with Loader(cache, 8, weights=lambda columns: columns["_seq"] == 0) as loader:
+        batches = iter(loader)  # noqa: F841 - else the epoch was never begun
+        state = loader.state_dict()
+    cache.evict(1)
+    with Loader(cache, 8, weights="id") as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(RuntimeWarning, match="draws from some segments of epoch 0 are lost"):
+            batches = iter(loader)
+        again = loader.state_dict()
+        assert again["epoch_rows"] == 0
+        loader.load_state_dict(again)
+        assert ids_of(loader) == []
+        assert len(ids_of(loader)) == 144
+
+
 def test_probabilities_after_an_eviction_are_those_of_the_draws(cache):
     with Loader(cache, 8, weights="id", epoch_rows=400) as loader:
         next(iter(loader))

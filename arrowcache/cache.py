@@ -168,8 +168,9 @@ class Cache(Shown, Closable):
     def exclude(self, ids: object, reason: str = "") -> int:
         """Have all that trains leave out some rows, from the next epoch on.
 
-        A Loader in all its forms, dataloader, TensorFlow and Ray go without them, and count them; who only
-        looks sees them still. An epoch that is under way does not change. An exclusion lasts as long as its
+        A Loader in all its forms, dataloader, TensorFlow and Ray go without them; who only looks sees them
+        still. `stats().unselected_rows` of a Loader counts them, and `unselected_rows` of a dataloader's
+        `batch_sampler`. An epoch that is under way does not change. An exclusion lasts as long as its
         row, and is on the disk when this returns.
 
         Args:

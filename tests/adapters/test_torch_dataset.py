@@ -320,6 +320,15 @@ def test_the_length_before_an_epoch_is_of_selected_rows(cache):
     assert len(sampler) == expected - 1
 
 
+def test_the_sampler_counts_the_rows_that_are_not_selected(cache):
+    cache.exclude("0:1")
+    loader = dataloader(cache, 8, 0)
+    assert loader.batch_sampler.unselected_rows == 0
+    for _ in loader:
+        assert loader.batch_sampler.unselected_rows == 1
+    assert loader.batch_sampler.unselected_rows == 1
+
+
 def test_a_dataset_of_another_cache_is_refused(cache, tmp_path):
     other = make_cache(tmp_path / "other")
     loader = DataLoader(CacheDataset(other), batch_sampler=EpochBatchSampler(cache, 16))

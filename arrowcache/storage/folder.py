@@ -31,6 +31,7 @@ _MOST_RETURNED = 4095  # tasks of a pool that are to be drawn again: with its nu
 _MOST_DIVISION_BYTES = 1000
 _MOST_TASKS = 2**62
 _CLAIM_ATTEMPTS = 10
+_DAMAGED = ".damaged"  # behind the name of a file of notes
 _MOST_WEIGHTS_BYTES = 1 << 40
 _MOST_RANKS_BYTES = 64 << 20
 _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
@@ -608,10 +609,7 @@ class Folder:
 
     def note_files(self) -> list[layout.NoteFile]:
         """Files of notes, those of the lowest numbers first; of the same first number the longest."""
-        try:
-            found = [file for name in _plain(self.notes) if (file := layout.NoteFile.parse(name))]
-        except FileNotFoundError:
-            return []
+        found = [file for name in self._in_notes() if (file := layout.NoteFile.parse(name))]
         return sorted(found, key=lambda file: (file.kind, file.first, -file.last))
 
     def note_bytes(self, file: layout.NoteFile) -> int:
@@ -631,15 +629,16 @@ class Folder:
         self._link_in_notes(file.name, data, syncs=syncs)
 
     def drop_notes_before(self, seq: int) -> None:
-        """Unlink files of notes on rows of older segments only; only under cache.lock."""
-        for file in self.note_files():
-            if file.newest < seq:
-                self.drop_note(file)
+        """Unlink files of notes on rows of older segments only, damaged ones too; only under cache.lock."""
+        for name in self._in_notes():
+            file = layout.NoteFile.parse(name.removesuffix(_DAMAGED))
+            if file is not None and file.newest < seq:
+                (self.notes / name).unlink(missing_ok=True)
 
     def isolate_note(self, file: layout.NoteFile) -> None:
         """Give a damaged file of notes another name, which nobody reads; only under cache.lock."""
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.notes / file.name, self.notes / f"{file.name}.damaged")
+            os.rename(self.notes / file.name, self.notes / f"{file.name}{_DAMAGED}")
 
     def drop_note(self, file: layout.NoteFile) -> None:
         """Unlink a file of notes, if it is still there; only under cache.lock."""
@@ -683,8 +682,13 @@ class Folder:
         return sum(os.stat(self.notes / name).st_size for name in self._weights())
 
     def _weights(self) -> list[str]:
-        names = _plain(self.notes) if self.notes.is_dir() else ()
-        return [each for each in names if layout.WEIGHTS_NAME.fullmatch(each)]
+        return [name for name in self._in_notes() if layout.WEIGHTS_NAME.fullmatch(name)]
+
+    def _in_notes(self) -> list[str]:
+        try:
+            return _plain(self.notes)
+        except FileNotFoundError:  # before the first note
+            return []
 
     def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:
         if not self.notes.is_dir():

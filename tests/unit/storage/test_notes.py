@@ -305,6 +305,8 @@ def test_verify_finds_damaged_files_and_puts_them_aside(cache):
     assert excluded(cache) == set()
     cache.exclude("0:1")
     assert excluded(cache) == {(0, 1)}
+    cache.evict(1)
+    assert note_names(cache) == []
 
 
 def test_marks_are_synced_and_values_are_not(cache, monkeypatch):

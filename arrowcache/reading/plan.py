@@ -190,8 +190,8 @@ class Plan:
             )
         if weights is None and state.get("weights") and state.get("segments"):
             raise ValueError(
-                "the state is of an epoch that draws rows by weights, which this reader does not: go on with a "
-                "Loader, or begin the next epoch: state | {'epoch': state['epoch'] + 1, 'position': 0, "
+                "the state is of an epoch that draws rows by weights, which this reader does not: go on with "
+                "a Loader, or begin the next epoch: state | {'epoch': state['epoch'] + 1, 'position': 0, "
                 "'segments': [], 'weights': None}"
             )
         try:

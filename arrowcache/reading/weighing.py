@@ -66,18 +66,19 @@ class Weighing:
         Raises: ValueError: a weight below 0, infinite or, but of annotations, NaN; all are 0. TypeError: a
             function's result is no array of numbers. Whatever it raises.
         """
+        found: NDArray[np.floating[Any]]
         if self._values is None:
-            found = np.concatenate(self._function.of(snapshot)).astype(np.float32)
+            found = np.concatenate(self._function.of(snapshot))
         else:
             self._annotations.flush_or_warn()
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
-        weights = Weights(found)
+        weights = Weights(_scaled(found))
         if self._values is not None and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
             heaviest = np.fmax.reduce(found, initial=0)
             found[np.isnan(found)] = heaviest if 0 < heaviest < np.inf else 1
-            weights = Weights(found)
+            weights = Weights(_scaled(found))
         if (bad := weights.table.bad) >= 0:
             where = snapshot.locate(selected.ids(np.array([bad])))
             row = RowId(int(where["_seq"][0]), int(where["_row"][0]))
@@ -87,6 +88,16 @@ class Weighing:
         if not weights.table.total:
             raise ValueError(f"all {len(found)} rows have the weight 0: give some more, to be drawn")
         return weights
+
+
+def _scaled(found: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """Weights as float32; others by a power of 2: the heaviest is about 1, and what counts is not 0."""
+    if found.dtype == np.float32:
+        return found
+    heaviest = np.fmax.reduce(found, initial=0)
+    with np.errstate(over="ignore", under="ignore"):  # what becomes infinite is named later
+        scaled: NDArray[np.float64] = np.ldexp(found, -np.frexp(heaviest)[1])
+        return scaled.astype(np.float32)
 
 
 def require_weights(weights: object, schema: Schema) -> object:
@@ -99,8 +110,8 @@ def require_weights(weights: object, schema: Schema) -> object:
         )
     if weights[:1] in ("", "_") and weights not in schema:
         raise ValueError(
-            f"weights={weights!r} can be no annotation, whose name does not begin with '_': if it is a column "
-            f"of batches with ids, give a function, such as lambda columns: columns[{weights!r}] + 1.0"
+            f"weights={weights!r} can be no annotation, whose name does not begin with '_': if it is a "
+            f"column of batches with ids, give a function, such as lambda columns: columns[{weights!r}] + 1.0"
         )
     if weights in schema and not (isinstance(kind := schema[weights], Tensor) and kind.shape == ()):
         raise ValueError(f"weights={weights!r} is a column of {kind}: name one of a number a row")

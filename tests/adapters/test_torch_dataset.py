@@ -267,7 +267,9 @@ def test_a_state_of_draws_by_weights_is_refused_and_the_next_epoch_is_not(cache)
         next(iter(loader))
         state = loader.state_dict()
     batches = iter(EpochBatchSampler(cache, 10))
-    with pytest.raises(ValueError, match="draws rows by weights, .*: go on with a Loader, or begin the next"):
+    with pytest.raises(
+        ValueError, match=r"draws rows by weights, .*: go on with a Loader, or begin the next"
+    ):
         batches.load_state_dict(state)
     after = {"epoch": state["epoch"] + 1, "position": 0, "segments": [], "weights": None}
     batches.load_state_dict(state | after)

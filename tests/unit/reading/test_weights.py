@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -195,15 +196,16 @@ def test_draws_end_where_all_that_weighs_has_left(tmp_path, left):
 
 
 def test_the_state_of_an_epoch_without_draws_is_loaded(cache):
-    with Loader(cache, 8, weights=lambda columns: columns["_seq"] == 0) as loader:
-        batches = iter(loader)  # noqa: F841 - else the epoch was never begun
+    with Loader(cache, 8, weights=lambda columns: columns["_seq"] == 0) as loader, closing(iter(loader)):
         state = loader.state_dict()
     cache.evict(1)
     with Loader(cache, 8, weights="id") as loader:
         loader.load_state_dict(state)
-        with pytest.warns(RuntimeWarning, match="draws from some segments of epoch 0 are lost"):
-            batches = iter(loader)
-        again = loader.state_dict()
+        with (
+            pytest.warns(RuntimeWarning, match="draws from some segments of epoch 0 are lost"),
+            closing(iter(loader)),
+        ):
+            again = loader.state_dict()
         assert again["epoch_rows"] == 0
         loader.load_state_dict(again)
         assert ids_of(loader) == []
@@ -265,6 +267,12 @@ def test_priorities_take_hold_on_a_full_cache_that_nobody_writes_to(tmp_path, we
         loader.state_dict()
     assert before - cache.stats().rows <= before // 4
     assert cache.verify() == []
+
+
+@pytest.mark.parametrize("factor", [1e-320, 1e300])
+def test_weights_that_float32_cannot_hold_weigh_by_their_proportion(cache, factor):
+    counts = drawn(cache, weights=lambda columns: columns["id"] * factor)
+    assert np.abs(counts - np.arange(160) / np.arange(160).sum() * 16000).max() < 90
 
 
 def test_a_weight_that_float32_cannot_hold_is_named_by_its_row(cache):

@@ -211,7 +211,11 @@ def test_notes_on_rows_that_left_are_dropped_as_files_are_merged(cache):
         (lambda cache: cache.annotate((0, 0), _seq=1), ValueError, "the name '_seq': take one that is no"),
         (lambda cache: cache.annotate((0, 0), **{"": 1}), ValueError, "the name '': take one that is no"),
         (lambda cache: cache.annotate((0, 0), **{"\udcff": 1}), ValueError, "which UTF-8 cannot hold"),
-        (lambda cache: cache.exclude((0, 0), "caf\udce9"), ValueError, "reason is .* UTF-8 cannot hold: take"),
+        (
+            lambda cache: cache.exclude((0, 0), "caf\udce9"),
+            ValueError,
+            "reason is .* UTF-8 cannot hold: take",
+        ),
         (lambda cache: cache.tag((0, 0), "caf\udce9"), ValueError, "a tag is .* which UTF-8 cannot hold"),
         (lambda cache: cache.annotate((0, 0), loss=[1, 2]), ValueError, r"shape \(2,\) .* there are 1 ids"),
         (lambda cache: cache.annotate((0, 0), loss="high"), ValueError, "give a number for each, or one"),

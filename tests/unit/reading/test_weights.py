@@ -351,6 +351,23 @@ def test_ranks_draw_by_the_weights_of_the_first_of_them(cache):
         loader.close()
 
 
+def test_the_file_that_no_state_has_used_for_longest_leaves_first(cache):
+    loaders = [Loader(cache, 8, weights=lambda columns, n=number: columns["id"] + n) for number in range(5)]
+    names = {}
+    for loader in loaders[:4]:
+        next(iter(loader))
+        names[f"{loader.state_dict()['weights']}.weights.arrow"] = loader
+    *kept, second, oldest = sorted(names)
+    for seconds, name in enumerate([oldest, second, *kept], start=1):
+        os.utime(cache.path / "notes" / name, (seconds, seconds))
+    names[oldest].state_dict()
+    next(iter(loaders[4]))
+    new = loaders[4].state_dict()["weights"]
+    assert {*weights_files(cache)} == {*kept, oldest, f"{new}.weights.arrow"}
+    for loader in loaders:
+        loader.close()
+
+
 def two_ranks(monkeypatch, cache, **options):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     return [Loader(cache, rank=rank, world_size=2, run_id="job", **options) for rank in range(2)]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -396,18 +397,28 @@ def test_marks_that_would_take_too_much_are_refused_and_evict_nothing(cache):
     assert cache.stats().segments == before.segments
 
 
-def test_values_leave_before_segments_do_for_an_exclusion(tmp_path):
-    cache = make_cache(tmp_path / "cache", headroom=0)
-    publish(cache, 60)
+def test_marks_are_merged_though_they_and_what_they_become_would_take_too_much(cache):
+    share = cache.store.settings.notes_bytes
+    for row, letter in enumerate("xy"):
+        cache.exclude((0, row), reason=letter * (share // 5))  # a file has it twice
+    assert len(note_names(cache)) == 1
+    assert nbytes_of(cache) > share / 2
+
+
+@pytest.mark.parametrize("look", [ac.Cache.snapshot, nullcontext])
+def test_values_leave_before_segments_do_for_an_exclusion(tmp_path, look):
+    cache = make_cache(tmp_path / "cache", capacity="2MiB", headroom=0)
+    publish(cache, 120)
     newest = cache.stats().next_seq - 1
-    for number in range(20):
-        cache.annotate([(newest, row) for row in range(16)], **{f"value_{number}": 1.0})
-        cache.close()
-        cache = ac.Cache.open(cache.path)
-    oldest = cache.stats().oldest_seq
-    with cache.snapshot():
-        cache.exclude([(newest, row) for row in range(16)], reason="x" * 2000)
-        assert cache.stats().oldest_seq == oldest
+    rows = np.array([(newest, row) for row in range(16)])
+    written, number = Notes(cache.store), 0
+    while (stats := cache.stats()).capacity_bytes - stats.allocated_bytes > 32 << 10:
+        written.annotate({f"value_{number}_{each}": (rows, rows[:, 1] / 3) for each in range(100)})
+        number += 1
+    with look(cache):
+        cache.exclude((newest, 0), reason="x" * (20 << 10))  # a file has it twice
+        assert cache.stats().oldest_seq == stats.oldest_seq
+    assert "value_0_0" not in written.names()
     assert cache.verify() == []
 
 

@@ -207,10 +207,11 @@ class Agreement:
     def _weights_of(self, record: RanksRecord, epoch: int) -> Weights | None:
         if not record.weights:
             return None
-        whose = f"of epoch {epoch}, on which the ranks agreed,"
-        return read_weights(
-            self._store, record.weights, whose, "end it on all ranks, the next one has weights of its own"
+        whose, way = (
+            f"of the ranks' epoch {epoch}",
+            "end it on all ranks, the next one has weights of its own",
         )
+        return read_weights(self._store, record.weights, whose, way)
 
     def _propose(self, name: str, epoch: int, terms: Mapping[str, Term], mine: Snapshot) -> None:
         """Link the epoch's file, in place of debris; under cache.lock, with the segments leased."""

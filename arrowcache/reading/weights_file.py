@@ -24,9 +24,8 @@ from arrowcache.storage.store import Store
 _KEPT = 4
 _MORE_BYTES = 4096  # of a file than its weights
 _looked_at: weakref.WeakSet[Weights] = weakref.WeakSet()  # whose file was found, or made, to be sound
-_OF_STATE = "of the state's epoch, of which those of the last few states are kept,"
 _NEXT_EPOCH = (
-    "begin the next epoch, with "
+    "those of the last few states are kept; begin the next epoch, with "
     "state | {'epoch': state['epoch'] + 1, 'position': 0, 'segments': [], 'weights': None}"
 )
 
@@ -72,7 +71,9 @@ def _names_of_ranks(store: Store) -> set[str]:
     return names
 
 
-def read_weights(store: Store, name: str, whose: str = _OF_STATE, way: str = _NEXT_EPOCH) -> Weights:
+def read_weights(
+    store: Store, name: str, whose: str = "of the state's epoch", way: str = _NEXT_EPOCH
+) -> Weights:
     """Read the weights that a state names.
 
     Args:

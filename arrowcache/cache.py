@@ -29,7 +29,7 @@ from arrowcache.storage.sizing import require_pace, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
-from arrowcache.units import format_bytes, format_count, parse_bytes, require_function
+from arrowcache.units import format_bytes, format_count, parse_bytes, require_function, require_text
 
 if TYPE_CHECKING:
     import pyarrow.dataset
@@ -168,8 +168,9 @@ class Cache(Shown, Closable):
     def exclude(self, ids: object, reason: str = "") -> int:
         """Have all that trains leave out some rows, from the next epoch on.
 
-        A Loader in all its forms, dataloader, TensorFlow and Ray go without them, and count them; who only
-        looks sees them still. An epoch that is under way does not change. An exclusion lasts as long as its
+        A Loader in all its forms, dataloader, TensorFlow and Ray go without them; who only looks sees them
+        still. `stats().unselected_rows` of a Loader counts them, and `unselected_rows` of a dataloader's
+        `batch_sampler`. An epoch that is under way does not change. An exclusion lasts as long as its
         row, and is on the disk when this returns.
 
         Args:
@@ -181,7 +182,7 @@ class Cache(Shown, Closable):
         Raises: ValueError, TypeError: not ids, or a cache of a dataset. IndexError: a row that never was.
             CacheFullError: there is no room for the note.
         """
-        _require_text(reason, "reason")
+        require_text(reason, "reason")
         return self._notes.exclude(row_ids(ids), reason)
 
     def include(self, ids: object) -> int:
@@ -211,7 +212,8 @@ class Cache(Shown, Closable):
 
         All together they take up to an eighth of the capacity, as files of 4 or 8 bytes a value; one of each
         row fits where a row has some 40 bytes or more. Beyond it the oldest leave, and the rows have none;
-        the first time gives a RuntimeWarning, each time a line in the log.
+        the first time gives a RuntimeWarning, and there is a line in the log, at most one a minute. A Loader
+        by annotations, or by a function, has their room made before it leases the segments.
 
         Args:
             ids: as of `exclude`; batches of `Loader(with_ids=True)` have them. Rows that have left the cache
@@ -219,9 +221,9 @@ class Cache(Shown, Closable):
             values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all; it
                 is read back as float64, and takes 4 bytes where float32 holds it, too, else 8. NaN: it has
                 none. A name is no column's, and does not begin with "_".
-        Blocks: no, unless a million rows wait to be written.
+        Blocks: no, unless a million rows wait to be written. Where they cannot be, the oldest are lost.
         Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
-            a dataset. LockTimeoutError, CacheFullError, OSError: a million rows wait, and cannot be written.
+            a dataset.
         """
         annotations, found = self._noted(), row_ids(ids)
         if not values:
@@ -331,14 +333,11 @@ def marked_rows(store: Store, segments: Sequence[SegmentInfo]) -> list[str]:
     return [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]
 
 
-def _require_text(text: object, name: str) -> None:
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be a text, not {text!r}")
-
-
 def _values(name: str, given: ArrayLike, rows: int, schema: Schema) -> NDArray[np.float64]:
-    if name in schema or name.startswith("_"):
-        raise ValueError(f"a value cannot have the name {name!r}, which is a column's: take another one")
+    if not require_text(name, "the name of a value") or name in schema or name.startswith("_"):
+        raise ValueError(
+            f"a value cannot have the name {name!r}: take one that is no column's and does not begin with '_'"
+        )
     array = on_host(given)
     if array.dtype.kind not in "biuf" or array.ndim > 1 or (array.ndim and len(array) != rows):
         raise ValueError(

@@ -133,3 +133,16 @@ def require_function(function: object, name: str) -> None:
     """
     if function is not None and not callable(function):
         raise TypeError(f"{name} must be a function or None, not {function!r}")
+
+
+def require_text(text: object, name: str) -> str:
+    """Return a text. Raises: TypeError: it is none. ValueError: UTF-8 cannot hold it."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a text, not {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{name} is {text!r}, which UTF-8 cannot hold: take text.encode(errors='replace').decode()"
+        ) from None
+    return text

@@ -240,6 +240,7 @@ class Epochs:
         self.close()
         self._membership, self._shard, self._has_joined = membership, shard, True
         self._agreement = None if membership is None else Agreement(self._store, membership)
+        self.supply.has_ranks = membership is not None
         if membership is not None and membership.rank % membership.local_world_size:
             self.supply.warns = False  # the first rank of this node warns
 

@@ -178,8 +178,8 @@ class Plan:
             packing: sequences that the reader makes. None means batches of rows.
             weights: those that the state names.
         Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
-            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences. The
-            message says what is wrong.
+            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences, or by
+            weights that are not given. The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
@@ -187,6 +187,12 @@ class Plan:
             raise ValueError(
                 f"the state has version {state.get('version')!r}, this arrowcache reads {_SELECTED_VERSION}: "
                 "use the arrowcache that made it, or begin without it"
+            )
+        if weights is None and state.get("weights") and state.get("segments"):
+            raise ValueError(
+                "the state is of an epoch that draws rows by weights, which this reader does not: go on with "
+                "a Loader, or begin the next epoch: state | {'epoch': state['epoch'] + 1, 'position': 0, "
+                "'segments': [], 'weights': None}"
             )
         try:
             for run in state["segments"]:
@@ -200,13 +206,14 @@ class Plan:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
             epoch_rows, within = state["epoch_rows"], state.get("within")
+            least_draws = 1 if weights is None else 0  # none, where all that weighs has left: see `among`
             if state["version"] == _SELECTED_VERSION and len(seqs) and not {"selected", "weights"} & {*state}:
                 raise KeyError("selected")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
                 shuffle=require_shuffle(state["shuffle"]),
-                epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows"),
+                epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows", least_draws),
                 window_rows=parse_count(state["window_rows"], "window_rows"),
                 block_rows=parse_count(state["block_rows"], "block_rows"),
                 seqs=seqs,

@@ -40,6 +40,7 @@ from arrowcache.lifetimes import Mutex, forgets_in_child, until_exit
 from arrowcache.os_errors import explaining
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.weights import Weights
 from arrowcache.reading.weights_file import read_weights, write_weights
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
@@ -197,11 +198,20 @@ class Agreement:
                 next_seq=record.next_seq,
                 left_out_rows=record.left_out_rows,
                 bitmaps=record.bitmaps,
-                weights=read_weights(self._store, record.weights) if record.weights else None,
+                weights=self._weights_of(record, epoch),
             )
             undo.pop_all()
         self._hold(_Held(name, epoch, file, keeper))
         return snapshot
+
+    def _weights_of(self, record: RanksRecord, epoch: int) -> Weights | None:
+        if not record.weights:
+            return None
+        whose, way = (
+            f"of the ranks' epoch {epoch}",
+            "end it on all ranks, the next one has weights of its own",
+        )
+        return read_weights(self._store, record.weights, whose, way)
 
     def _propose(self, name: str, epoch: int, terms: Mapping[str, Term], mine: Snapshot) -> None:
         """Link the epoch's file, in place of debris; under cache.lock, with the segments leased."""
@@ -212,7 +222,7 @@ class Agreement:
         data += joiner_line(self._membership.rank, os.getpid())
         folder.sweep()
         if mine.weights is not None:
-            write_weights(self._store, mine.weights)
+            write_weights(self._store, mine.weights, of_ranks=True)
         self._store.require_room(len(data))
         keeper = self._lease(segments)
         with ExitStack() as undo:

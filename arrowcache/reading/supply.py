@@ -27,7 +27,6 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.selection import Selection
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weighing import Weighing
-from arrowcache.reading.weights_file import make_room
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count
@@ -51,6 +50,7 @@ class Supply:
         #: Segments from this number on came after this loader's last snapshot; inf before the first one.
         self.known: float = math.inf
         self.warns = True  # of rows left out; False once warned, or if another rank on this node warns
+        self.has_ranks = False  # who share its snapshots
         # results of the last `take`
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # rows of the listed segments that an epoch may have
@@ -164,7 +164,7 @@ class Supply:
 
     def _reserve(self) -> None:
         if self._weighing is not None:
-            make_room(self.store, self.rows)
+            self._weighing.reserve(self.rows, of_ranks=self.has_ranks)
 
     def _weigh(self, snapshot: Snapshot) -> None:
         if self._weighing is not None:

@@ -7,15 +7,18 @@ Of annotations a row without one weighs as much as the heaviest other: what is n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema, Tensor
+from arrowcache.errors import CacheFullError
 from arrowcache.reading.segment_function import SegmentFunction
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weights import Weights
+from arrowcache.reading.weights_file import missing_bytes
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
@@ -32,7 +35,8 @@ class Weighing:
     """
 
     def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
-        self._annotations = Annotations.of(store)
+        self._store, self._annotations = store, Annotations.of(store)
+        self._reads_notes = callable(weights) or weights not in store.settings.schema
         self._values: RowValues | None = None
         if callable(weights):
             self._function = SegmentFunction(self._annotations, weights, _floats)
@@ -41,6 +45,20 @@ class Weighing:
         else:
             self._values = RowValues(self._annotations.notes, weights)
 
+    def reserve(self, rows: int, *, of_ranks: bool) -> None:
+        """Have room for the weights of so many rows, and for values of them that are noted later.
+
+        An epoch calls it before it leases all that might leave. What cannot be had is left to who needs it.
+        Blocks: for cache.lock, and while annotations are written.
+        """
+        if self._reads_notes:
+            self._annotations.flush_or_warn()
+        with self._store.locked(), suppress(CacheFullError):
+            nbytes = missing_bytes(self._store, rows, of_ranks=of_ranks)
+            self._store.require_room(nbytes)
+            if self._reads_notes:
+                self._store.require_room(nbytes + self._annotations.notes.missing_bytes(rows))
+
     def of(self, snapshot: Snapshot) -> Weights:
         """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.
 
@@ -48,18 +66,19 @@ class Weighing:
         Raises: ValueError: a weight below 0, infinite or, but of annotations, NaN; all are 0. TypeError: a
             function's result is no array of numbers. Whatever it raises.
         """
+        found: NDArray[np.floating[Any]]
         if self._values is None:
-            found = np.concatenate(self._function.of(snapshot)).astype(np.float32)
+            found = np.concatenate(self._function.of(snapshot))
         else:
             self._annotations.flush_or_warn()
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
-        weights = Weights(found)
+        weights = Weights(_scaled(found))
         if self._values is not None and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
             heaviest = np.fmax.reduce(found, initial=0)
             found[np.isnan(found)] = heaviest if 0 < heaviest < np.inf else 1
-            weights = Weights(found)
+            weights = Weights(_scaled(found))
         if (bad := weights.table.bad) >= 0:
             where = snapshot.locate(selected.ids(np.array([bad])))
             row = RowId(int(where["_seq"][0]), int(where["_row"][0]))
@@ -71,6 +90,16 @@ class Weighing:
         return weights
 
 
+def _scaled(found: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """Weights as float32; others by a power of 2: the heaviest is about 1, and what counts is not 0."""
+    if found.dtype == np.float32:
+        return found
+    heaviest = np.fmax.reduce(found, initial=0)
+    with np.errstate(over="ignore", under="ignore"):  # what becomes infinite is named later
+        scaled: NDArray[np.float64] = np.ldexp(found, -np.frexp(heaviest)[1])
+        return scaled.astype(np.float32)
+
+
 def require_weights(weights: object, schema: Schema) -> object:
     """Return the argument `weights` of a loader. Raises: TypeError, ValueError: it says no weights."""
     if weights is None or callable(weights):
@@ -78,6 +107,11 @@ def require_weights(weights: object, schema: Schema) -> object:
     if not isinstance(weights, str):
         raise TypeError(
             f"weights must be None, the name of an annotation or column, or a function, not {weights!r}"
+        )
+    if weights[:1] in ("", "_") and weights not in schema:
+        raise ValueError(
+            f"weights={weights!r} can be no annotation, whose name does not begin with '_': if it is a "
+            f"column of batches with ids, give a function, such as lambda columns: columns[{weights!r}] + 1.0"
         )
     if weights in schema and not (isinstance(kind := schema[weights], Tensor) and kind.shape == ()):
         raise ValueError(f"weights={weights!r} is a column of {kind}: name one of a number a row")

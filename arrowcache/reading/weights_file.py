@@ -1,57 +1,83 @@
 """Weights as a file, by which an epoch goes on from a state, or ranks share it.
 
-A state names the file in `notes/`, by the digest of its content. It is written when somebody needs it: when a
-state of an epoch under way is asked for, or a rank begins one for others. The last few are kept: as many as
-an eighth of the capacity has room for, and one at least. An epoch has the room made before it leases all that
+A state, or a file of ranks, names the file in `notes/`, by the digest of its content. It is written when
+somebody needs it: when a state of an epoch under way is asked for, or a rank begins one for others. Those of
+ranks stay as long as their file in `ranks/` is held. Of states those of the last few are kept: as many as an
+eighth of the capacity has room for, and one at least. An epoch has the room made before it leases all that
 might leave.
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
 
-from arrowcache.errors import CacheFullError, MissingSegmentsError
+from arrowcache.errors import CacheFormatError, MissingSegmentsError
 from arrowcache.reading.weights import Weights
-from arrowcache.storage.layout import WEIGHTS_NAME
+from arrowcache.storage.layout import WEIGHTS_NAME, RanksRecord
 from arrowcache.storage.note_lines import arrow_file
 from arrowcache.storage.store import Store
 
 _KEPT = 4
-_SHARE = 8
 _MORE_BYTES = 4096  # of a file than its weights
+_looked_at: weakref.WeakSet[Weights] = weakref.WeakSet()  # whose file was found, or made, to be sound
+_NEXT_EPOCH = (
+    "those of the last few states are kept; begin the next epoch, with "
+    "state | {'epoch': state['epoch'] + 1, 'position': 0, 'segments': [], 'weights': None}"
+)
 
 
-def make_room(store: Store, rows: int) -> None:
-    """Have room for the weights of so many rows, if they are at most an eighth of the capacity.
+def missing_bytes(store: Store, rows: int, *, of_ranks: bool) -> int:
+    """The bytes that files of weights of so many rows may take beyond those that are there.
 
-    What cannot be had is left to `write_weights`.
+    0 if one is above an eighth of the capacity: it is left to `write_weights`.
     """
     nbytes = 4 * rows + _MORE_BYTES
-    with store.locked(), suppress(CacheFullError):
-        if nbytes <= store.settings.capacity_bytes // _SHARE:
-            store.require_room(nbytes)
+    kept = min(_KEPT, store.settings.notes_bytes // nbytes)
+    return max(0, (kept + of_ranks) * nbytes - store.folder.weights_bytes()) if kept else 0
 
 
-def write_weights(store: Store, weights: Weights) -> None:
-    """Write the file of weights, if it is not there; under cache.lock.
+def write_weights(store: Store, weights: Weights, *, of_ranks: bool = False) -> None:
+    """Write the file of weights, if it is not there or, at first, if it is damaged; under cache.lock.
 
+    Blocks: for the disk. The content of a file is looked at once for each of these objects.
+    Args:
+        of_ranks: for ranks who join the epoch, by a file in `ranks/` that is linked next; else for a state.
     Raises: CacheFullError: what is leased leaves no room.
     """
     name = _name(weights.name)
-    if not store.folder.touch_weights(name):
+    if weights not in _looked_at:
+        with suppress(MissingSegmentsError):
+            read_weights(store, weights.name)
+            _looked_at.add(weights)
+    if weights not in _looked_at or not store.folder.touch_weights(name, of_ranks=of_ranks):
         data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
-        kept = min(_KEPT, store.settings.capacity_bytes // _SHARE // data.size)
-        store.folder.drop_weights(max(1, kept) - 1)
+        kept = max(1, min(_KEPT, store.settings.notes_bytes // data.size))
+        store.folder.drop_weights(kept if of_ranks else kept - 1, _names_of_ranks(store))
         store.require_room(data.size)
-        store.folder.link_weights(name, data)
+        store.folder.link_weights(name, data, of_ranks=of_ranks)
+        _looked_at.add(weights)
 
 
-def read_weights(store: Store, name: str) -> Weights:
+def _names_of_ranks(store: Store) -> set[str]:
+    """The files by which ranks may still join an epoch."""
+    names = set()
+    for data in store.folder.held_ranks():
+        with suppress(CacheFormatError):  # nobody can join it
+            names.add(_name(RanksRecord.unpack(data).weights))
+    return names
+
+
+def read_weights(
+    store: Store, name: str, whose: str = "of the state's epoch", way: str = _NEXT_EPOCH
+) -> Weights:
     """Read the weights that a state names.
 
+    Args:
+        whose, way: words of the error where another names them.
     Raises: MissingSegmentsError: the file has left, or is damaged. ValueError: no such name.
     """
     if not isinstance(name, str) or not WEIGHTS_NAME.fullmatch(_name(name)):
@@ -64,13 +90,10 @@ def read_weights(store: Store, name: str) -> Weights:
             return weights
         why = "are damaged"
     except FileNotFoundError:
-        why = f"have left the cache, which keeps the last {_KEPT}"
+        why = "have left the cache"
     except pa.ArrowInvalid as error:
         why = f"are damaged ({error})"
-    raise MissingSegmentsError(
-        f"the weights of the epoch that the state is of {why}: begin the next epoch, with "
-        "state | {'epoch': state['epoch'] + 1, 'position': 0, 'segments': [], 'weights': None}"
-    )
+    raise MissingSegmentsError(f"the weights {whose} {why}: {way}")
 
 
 def _name(digest: str) -> str:

@@ -4,8 +4,8 @@
 in a process share them. `flush` writes them at once, as does the end of the process; a killed one loses those
 of its last second.
 
-Guarantees: `add` waits for no disk and no lock of another process, unless a million values wait already; what
-cannot be written now is kept, and tried again.
+Guarantees: `add` waits for no disk and no lock of another process, unless a million rows wait already; what
+cannot be written now is kept, and tried again, up to a million rows: then the oldest are lost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Annotations:
     def of(cls, store: Store) -> Annotations:
         """Those of a cache, shared by all its users in this process. Raises: OSError: its folder is gone."""
         with explaining(store.folder.path):
-            identity = store.folder.path, *file_identity(os.stat(store.folder.lease_lock))
+            status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
+        identity = store.folder.path, *file_identity(status), status.st_mtime_ns
         with unforked:  # and no other thread comes in between
             found = _living.get(identity)
             if found is None:
@@ -65,8 +66,8 @@ class Annotations:
     def add(self, ids: NDArray[np.int64], values: Mapping[str, NDArray[np.float64]]) -> None:
         """Take a value of each name for each row (n, 2).
 
-        Blocks, Raises: as `flush`, if a million rows wait already; else it does not block.
-        Warns: RuntimeWarning, once: older ones left for want of room.
+        Blocks: as `flush`, if a million rows wait already.
+        Warns: RuntimeWarning, once: older ones left for want of room, or could not be written.
         Raises: ValueError: they are more than there may be.
         """
         count = len(ids) * len(values)
@@ -89,7 +90,10 @@ class Annotations:
                 except WorkerError:  # it is tried again
                     self._thread = None
         if self._rows > _MOST_WAITING:
-            self.flush()
+            try:
+                self.flush()
+            except (ArrowCacheError, OSError) as error:  # which ends no training
+                self._forget_oldest(sentence_of(error))
 
     def flush(self) -> None:
         """Write what waits. Blocks: for cache.lock. Raises: LockTimeoutError, CacheFullError, OSError."""
@@ -102,6 +106,18 @@ class Annotations:
             with self._adding:
                 del self._waiting[: len(todo)]
                 self._rows -= sum(len(ids) for ids, _ in todo)
+
+    def _forget_oldest(self, why: str) -> None:
+        with self._writing, self._adding:
+            before = self._rows
+            while self._rows > _MOST_WAITING // 2:
+                ids, _ = self._waiting.pop(0)
+                self._rows -= len(ids)
+        rows = format_count(before, "row")
+        lost = before - self._rows
+        self.notes.lose(
+            f"of {rows} whose annotations wait to be written, the oldest {lost:,} are lost: {why}"
+        )
 
     def close(self) -> None:
         """As `flush`, for one who asked for it. Warns: RuntimeWarning, once: as `add`."""

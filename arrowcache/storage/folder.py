@@ -12,7 +12,7 @@ import itertools
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ _MOST_RETURNED = 4095  # tasks of a pool that are to be drawn again: with its nu
 _MOST_DIVISION_BYTES = 1000
 _MOST_TASKS = 2**62
 _CLAIM_ATTEMPTS = 10
+_DAMAGED = ".damaged"  # behind the name of a file of notes
 _MOST_WEIGHTS_BYTES = 1 << 40
 _MOST_RANKS_BYTES = 64 << 20
 _MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
@@ -608,10 +609,7 @@ class Folder:
 
     def note_files(self) -> list[layout.NoteFile]:
         """Files of notes, those of the lowest numbers first; of the same first number the longest."""
-        try:
-            found = [file for name in _plain(self.notes) if (file := layout.NoteFile.parse(name))]
-        except FileNotFoundError:
-            return []
+        found = [file for name in self._in_notes() if (file := layout.NoteFile.parse(name))]
         return sorted(found, key=lambda file: (file.kind, file.first, -file.last))
 
     def note_bytes(self, file: layout.NoteFile) -> int:
@@ -631,24 +629,25 @@ class Folder:
         self._link_in_notes(file.name, data, syncs=syncs)
 
     def drop_notes_before(self, seq: int) -> None:
-        """Unlink files of notes on rows of older segments only; only under cache.lock."""
-        for file in self.note_files():
-            if file.newest < seq:
-                self.drop_note(file)
+        """Unlink files of notes on rows of older segments only, damaged ones too; only under cache.lock."""
+        for name in self._in_notes():
+            file = layout.NoteFile.parse(name.removesuffix(_DAMAGED))
+            if file is not None and file.newest < seq:
+                (self.notes / name).unlink(missing_ok=True)
 
     def isolate_note(self, file: layout.NoteFile) -> None:
         """Give a damaged file of notes another name, which nobody reads; only under cache.lock."""
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.notes / file.name, self.notes / f"{file.name}.damaged")
+            os.rename(self.notes / file.name, self.notes / f"{file.name}{_DAMAGED}")
 
     def drop_note(self, file: layout.NoteFile) -> None:
         """Unlink a file of notes, if it is still there; only under cache.lock."""
         (self.notes / file.name).unlink(missing_ok=True)
 
-    def touch_weights(self, name: str) -> bool:
-        """Mark a file of weights as used now. Returns: False: there is none."""
+    def touch_weights(self, name: str, *, of_ranks: bool) -> bool:
+        """Mark a file of weights as used now by a state; not for ranks. Returns: False: there is none."""
         try:
-            os.utime(self.notes / name)
+            (os.stat if of_ranks else os.utime)(self.notes / name)
         except FileNotFoundError:
             return False
         return True
@@ -657,17 +656,39 @@ class Folder:
         """The bytes of a file of weights. Raises: FileNotFoundError: it left."""
         return _read(self.notes / name, _MOST_WEIGHTS_BYTES)
 
-    def link_weights(self, name: str, data: memoryview) -> None:
-        """Make a file of weights appear; only under cache.lock."""
-        self._link_in_notes(name, data, syncs=False)
+    def link_weights(self, name: str, data: memoryview, *, of_ranks: bool) -> None:
+        """Make a file of weights appear, on the disk, in place of a damaged one; only under cache.lock.
 
-    def drop_weights(self, kept: int) -> None:
-        """Unlink all files of weights but the last few used; only under cache.lock."""
-        names = _plain(self.notes) if self.notes.is_dir() else ()
-        old = [each for each in names if layout.WEIGHTS_NAME.fullmatch(each)]
-        old.sort(key=lambda each: os.stat(self.notes / each).st_mtime_ns)
-        for each in old[: max(0, len(old) - kept)]:
-            (self.notes / each).unlink(missing_ok=True)
+        One that no state uses has the time 0.
+        """
+        (self.notes / name).unlink(missing_ok=True)
+        self._link_in_notes(name, data, syncs=True)
+        if of_ranks:
+            os.utime(self.notes / name, (0, 0))
+
+    def drop_weights(self, kept: int, held: Container[str]) -> None:
+        """Unlink files of weights, but for the last few that states used, and those that ranks hold.
+
+        Only under cache.lock.
+        """
+        times = {name: os.stat(self.notes / name).st_mtime_ns for name in self._weights()}
+        of_states = sorted((name for name in times if times[name]), key=times.__getitem__)
+        for name in times.keys() - of_states[max(0, len(of_states) - kept) :]:
+            if name not in held:
+                (self.notes / name).unlink(missing_ok=True)
+
+    def weights_bytes(self) -> int:
+        """The length of all files of weights; only under cache.lock."""
+        return sum(os.stat(self.notes / name).st_size for name in self._weights())
+
+    def _weights(self) -> list[str]:
+        return [name for name in self._in_notes() if layout.WEIGHTS_NAME.fullmatch(name)]
+
+    def _in_notes(self) -> list[str]:
+        try:
+            return _plain(self.notes)
+        except FileNotFoundError:  # before the first note
+            return []
 
     def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:
         if not self.notes.is_dir():
@@ -692,6 +713,15 @@ class Folder:
             return RanksFile(self.ranks / name)
         except FileNotFoundError:
             return None
+
+    def held_ranks(self) -> Iterator[bytes]:
+        """The content of each file in ranks/ that some rank holds; only under cache.lock."""
+        for name in _plain(self.ranks):
+            file = self.open_ranks_file(name) if layout.RANKS_NAME.fullmatch(name) else None
+            if file is not None:
+                with contextlib.closing(file):
+                    if file.is_held():
+                        yield file.read()
 
     def link_ranks_file(self, name: str, data: bytes) -> RanksFile:
         """Make a file appear in ranks/, whole and held already; only under cache.lock.

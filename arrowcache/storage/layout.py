@@ -272,6 +272,11 @@ class Settings:
         """Bytes that a loader's snapshot leaves to writers: at least two segments, or 0 if headroom is 0."""
         return max(int(self.headroom * self.capacity_bytes), 2 * self.segment_bytes) if self.headroom else 0
 
+    @property
+    def notes_bytes(self) -> int:
+        """The most bytes that notes of a kind take, or files of weights: an eighth of the capacity."""
+        return self.capacity_bytes // 8
+
     def with_capacity(self, capacity_bytes: int) -> Settings:
         return replace(self, capacity_bytes=capacity_bytes)
 

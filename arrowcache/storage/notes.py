@@ -7,7 +7,7 @@ within another's numbers, which nobody reads, and the next merge removes.
 
 There are two kinds. Marks (exclusions and tags) are on the disk before the call returns, and leave only with
 their segment. Values (annotations) may be lost in a power cut; above an eighth of the capacity, or where
-marks need their room, the oldest leave. A file leaves with the newest segment that it has a note on.
+other notes need their room, the oldest leave. A file leaves with the newest segment that it has a note on.
 
 Guarantees: notes count in the capacity; who reads takes no lock, and sees a call's notes wholly or not at
 all; notes on rows that are gone are not seen.
@@ -17,6 +17,7 @@ Must never: change a segment, or an epoch that is under way.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -40,15 +41,16 @@ from arrowcache.storage.note_lines import (
 )
 from arrowcache.storage.row_ids import found, is_row_id
 from arrowcache.storage.store import Store
-from arrowcache.units import format_bytes
+from arrowcache.units import format_bytes, require_text
 
 _log = logging.getLogger("arrowcache")
 
 MARKS, VALUES = "marks", "values"
 NO_TAGS = ("included", "all")  # what else may be said of rows
 _MOST_MERGED = 32 << 20  # bytes of a file that is merged: cache.lock is held meanwhile
-_SHARE = 8  # such a part of the capacity is the most that notes of a kind take
-_VALUE_BYTES = 8  # of one value, about
+_VALUE_BYTES = 4  # of one value, at least
+_ROW_BYTES = 12  # of a value and its row, and to merge files of them
+_SECONDS = 60.0  # between two lines in the log
 _ATTEMPTS = 100  # to read files that others merge meanwhile
 
 
@@ -59,6 +61,7 @@ class Notes:
         self._store = store
         self._known: dict[str, NoteLines] = {}  # by the name of their file; replaced as a whole
         self._lost: str | None = None  # the first time that values left for want of room; "" once told
+        self._logged = -math.inf  # the last time that it was logged
 
     # writing
 
@@ -100,7 +103,7 @@ class Notes:
 
     @property
     def most_values(self) -> int:
-        """The number of values that there may be, about."""
+        """The number of values that there may be, at most."""
         return self._share // _VALUE_BYTES
 
     def has_grown(self, values: int) -> bool:
@@ -112,7 +115,7 @@ class Notes:
     @property
     def _share(self) -> int:
         """The most bytes that notes of a kind take."""
-        return self._store.settings.capacity_bytes // _SHARE
+        return self._store.settings.notes_bytes
 
     def warn_of_loss(self) -> None:
         """Warn, once, of values that left for want of room. Where warnings are errors it is only logged."""
@@ -122,13 +125,18 @@ class Notes:
                 warn(message)
 
     def _lose(self, nbytes: int) -> None:
-        message = (
+        self.lose(
             f"the oldest annotations of {self._store.folder.path} leave, {format_bytes(nbytes)} now: all may "
-            f"take {format_bytes(self._share)}, an eighth of the capacity, where exclusions and tags leave "
-            "them as much. Rows without a value weigh as much as the heaviest. Raise the capacity with "
-            "cache.resize(), or annotate fewer rows, or by fewer names"
+            f"take {format_bytes(self._share)}, an eighth of the capacity, where exclusions, tags and leased "
+            "segments leave them as much. Rows without a value weigh as much as the heaviest. Raise the "
+            "capacity with cache.resize(), or annotate fewer rows, or by fewer names"
         )
-        _log.warning(message)
+
+    def lose(self, message: str) -> None:
+        """Log that values were lost, at most once a minute, for `warn_of_loss` to warn of the first time."""
+        if (now := time.monotonic()) - self._logged > _SECONDS:
+            self._logged = now
+            _log.warning(message)
         if self._lost is None:
             self._lost = message
 
@@ -183,7 +191,7 @@ class Notes:
         folder = self._store.folder
         self._make_room(file, len(data))
         folder.sweep()
-        self._store.require_room(len(data))
+        self._require_room(file, len(data))
         folder.link_note(file, data, syncs=file.kind == MARKS)
         self._known = {**self._known, file.name: lines}
         for other in folder.note_files():
@@ -217,6 +225,29 @@ class Notes:
                 lost += nbytes[file]
         if lost:
             self._lose(lost)
+
+    def _require_room(self, new: NoteFile, more: int) -> None:
+        """Evict as much as a file of more bytes needs. Where all is leased, rather the oldest values leave.
+
+        Raises: CacheFullError: there are none, or it is a merged file, which is made another time.
+        """
+        folder = self._store.folder
+        while True:
+            try:
+                return self._store.require_room(more)
+            except CacheFullError:
+                oldest = next((file for file in folder.note_files() if file.kind == VALUES), None)
+                if oldest is None or new.first < new.last:
+                    raise
+                nbytes = folder.note_bytes(oldest)
+                folder.drop_note(oldest)
+                self._lose(nbytes)
+
+    def missing_bytes(self, rows: int) -> int:
+        """The bytes that values of so many rows may take beyond those that are there; under cache.lock."""
+        folder = self._store.folder
+        there = sum(folder.note_bytes(file) for file in folder.note_files() if file.kind == VALUES)
+        return max(0, min(self._share, _ROW_BYTES * rows) - there)
 
     def _others_bytes(self, nbytes: Mapping[NoteFile, int]) -> int:
         """Return the allocated bytes of all but values."""
@@ -326,9 +357,7 @@ def _digest(data: bytes) -> str:
 
 def require_tag(tag: str) -> str:
     """Return a tag. Raises: TypeError, ValueError: it is none, or means something else to `Loader(rows=)`."""
-    if not isinstance(tag, str):
-        raise TypeError(f"a tag must be a text, not {tag!r}")
-    if not tag or tag in NO_TAGS or is_row_id(tag):
+    if not require_text(tag, "a tag") or tag in NO_TAGS or is_row_id(tag):
         raise ValueError(
             f"{tag!r} cannot be a tag, since rows={tag!r} says something else: take another text"
         )

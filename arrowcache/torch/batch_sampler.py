@@ -97,6 +97,12 @@ class EpochBatchSampler(Sampler[list[int]]):
         progress = self._epochs.progress
         return 0 if progress is None else progress.snapshot.left_out_rows
 
+    @property
+    def unselected_rows(self) -> int:
+        """Number of rows that the latest epoch leaves out by `rows`, or as excluded, as of `LoaderStats`."""
+        progress = self._epochs.progress
+        return 0 if progress is None else len(progress.snapshot) - progress.snapshot.selected.size
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next epoch have this number: with the seed it selects the order.
 

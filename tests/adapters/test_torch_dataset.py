@@ -262,6 +262,21 @@ def test_set_epoch_after_a_loaded_state_takes_the_place_of_its_rest(cache):
     assert later.state_dict()["epoch"] == 7
 
 
+def test_a_state_of_draws_by_weights_is_refused_and_the_next_epoch_is_not(cache):
+    with Loader(cache, 10, weights="id") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    batches = iter(EpochBatchSampler(cache, 10))
+    with pytest.raises(
+        ValueError, match=r"draws rows by weights, .*: go on with a Loader, or begin the next"
+    ):
+        batches.load_state_dict(state)
+    after = {"epoch": state["epoch"] + 1, "position": 0, "segments": [], "weights": None}
+    batches.load_state_dict(state | after)
+    rows = torch.cat([CacheDataset(cache).__getitems__(next(batches))["id"] for _ in range(4)])
+    assert len(rows.unique()) == 40
+
+
 def test_len_is_of_the_epoch_in_progress_else_of_the_next(cache):
     loader = dataloader(cache, 16, 2)
     assert len(loader) == 10
@@ -305,6 +320,15 @@ def test_the_length_before_an_epoch_is_of_selected_rows(cache):
     assert expected == len([*sampler]) > 0
     cache.exclude([(0, row) for row in range(16)])
     assert len(sampler) == expected - 1
+
+
+def test_the_sampler_counts_the_rows_that_are_not_selected(cache):
+    cache.exclude("0:1")
+    loader = dataloader(cache, 8, 0)
+    assert loader.batch_sampler.unselected_rows == 0
+    for _ in loader:
+        assert loader.batch_sampler.unselected_rows == 1
+    assert loader.batch_sampler.unselected_rows == 1
 
 
 def test_a_dataset_of_another_cache_is_refused(cache, tmp_path):

@@ -108,6 +108,21 @@ def test_a_function_of_ages_is_asked_in_each_epoch(cache):
     assert asked[10] > asked[0]
 
 
+@pytest.mark.parametrize("names", [("loss", "_age_seconds"), ("_age_seconds", "loss")])
+def test_a_function_of_ages_and_annotations_is_asked_in_each_epoch(cache, names):
+    asked = []
+
+    def rows(columns):
+        asked.append([columns[name] for name in names])
+        return np.ones(16, bool)
+
+    cache.annotate((0, 0), loss=1)
+    with Loader(cache, 1, rows=rows) as loader:
+        for _ in range(2):
+            assert len(ids_of(loader)) == 160
+    assert len(asked) == 20
+
+
 def test_a_function_that_reads_annotations_is_asked_again_after_newer_ones(cache):
     asked = []
 

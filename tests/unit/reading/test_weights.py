@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading.selected import Selected, bitmap
 from arrowcache.reading.weights import Draws, Weights
+from arrowcache.storage.annotations import Annotations
+from arrowcache.storage.notes import VALUES
 
 ROWS = 160
 
@@ -192,6 +195,23 @@ def test_draws_end_where_all_that_weighs_has_left(tmp_path, left):
         assert len(ids_of(loader)) == 40
 
 
+def test_the_state_of_an_epoch_without_draws_is_loaded(cache):
+    with Loader(cache, 8, weights=lambda columns: columns["_seq"] == 0) as loader, closing(iter(loader)):
+        state = loader.state_dict()
+    cache.evict(1)
+    with Loader(cache, 8, weights="id") as loader:
+        loader.load_state_dict(state)
+        with (
+            pytest.warns(RuntimeWarning, match="draws from some segments of epoch 0 are lost"),
+            closing(iter(loader)),
+        ):
+            again = loader.state_dict()
+        assert again["epoch_rows"] == 0
+        loader.load_state_dict(again)
+        assert ids_of(loader) == []
+        assert len(ids_of(loader)) == 144
+
+
 def test_probabilities_after_an_eviction_are_those_of_the_draws(cache):
     with Loader(cache, 8, weights="id", epoch_rows=400) as loader:
         next(iter(loader))
@@ -223,6 +243,38 @@ def test_a_full_cache_has_room_for_the_weights_of_a_state_and_keeps_its_rows(tmp
     assert cache.verify() == []
 
 
+@pytest.mark.parametrize("endless", [True, False])
+@pytest.mark.parametrize(
+    "weights",
+    ["loss", lambda columns: np.nan_to_num(columns.get("loss", np.ones(len(columns["x"]))), nan=1.0)],
+)
+def test_priorities_take_hold_on_a_full_cache_that_nobody_writes_to(tmp_path, weights, endless):
+    cache = ac.Cache.create(tmp_path / "full", {"x": ac.Tensor("float32", (12,))}, "8MiB", "64KiB")
+    while not cache.stats().evicted_rows:
+        with cache.writer() as writer:
+            writer.extend(x=np.zeros((1200, 12), np.float32))
+    before, annotations = cache.stats().rows, Annotations.of(cache.store)
+    with Loader(cache, 4096, weights=weights, epoch_rows=25 * 4096, with_ids=True) as loader:
+        batches = loader.repeat() if endless else (batch for _ in range(5) for batch in loader)
+        for step, batch in enumerate(batches):
+            if step == 100:
+                break
+            cache.annotate(batch, loss=(batch["_row"] == 3).astype(np.float32))
+            annotations.flush()
+            annotations.notes.merge(VALUES)
+        assert loader.stats().epochs == 5
+        assert (batch["_row"] == 3).mean() > 0.3, "a weight of 1 among weights of 0"
+        loader.state_dict()
+    assert before - cache.stats().rows <= before // 4
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("factor", [1e-320, 1e300])
+def test_weights_that_float32_cannot_hold_weigh_by_their_proportion(cache, factor):
+    counts = drawn(cache, weights=lambda columns: columns["id"] * factor)
+    assert np.abs(counts - np.arange(160) / np.arange(160).sum() * 16000).max() < 90
+
+
 def test_a_weight_that_float32_cannot_hold_is_named_by_its_row(cache):
     cache.annotate("0:5", loss=1e39)
     with (
@@ -243,7 +295,9 @@ def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
         with pytest.raises(ac.MissingSegmentsError, match="are damaged"):
             loader.load_state_dict(state)
         (cache.path / "notes" / name).unlink()
-        with pytest.raises(ac.MissingSegmentsError, match="have left the cache, which keeps the last 4"):
+        with pytest.raises(
+            ac.MissingSegmentsError, match="have left the cache: those of the last few states are kept; begin"
+        ):
             loader.load_state_dict(state)
         with pytest.raises(ValueError, match=r"the state is damaged: weights of the name '../x'"):
             loader.load_state_dict(state | {"weights": "../x"})
@@ -251,6 +305,20 @@ def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
             state | {"epoch": state["epoch"] + 1, "position": 0, "segments": [], "weights": None}
         )
         assert len(ids_of(loader)) == 160
+
+
+@pytest.mark.parametrize("damage", [lambda data: bytes(len(data)), lambda data: data[:-20], lambda data: b""])
+def test_a_damaged_file_of_weights_is_written_again(cache, damage):
+    for _ in range(2):  # as after a restart
+        with Loader(cache, 8, weights="id") as loader:
+            next(iter(loader))
+            state = loader.state_dict()
+            (name,) = weights_files(cache)
+            with Loader(cache, 8) as other:
+                other.load_state_dict(state)
+                assert len(ids_of(other)) == 152
+        path = cache.path / "notes" / name
+        path.write_bytes(damage(path.read_bytes()))
 
 
 def test_the_last_few_files_of_weights_are_kept(cache):
@@ -283,6 +351,90 @@ def test_ranks_draw_by_the_weights_of_the_first_of_them(cache):
         loader.close()
 
 
+def test_the_file_that_no_state_has_used_for_longest_leaves_first(cache):
+    loaders = [Loader(cache, 8, weights=lambda columns, n=number: columns["id"] + n) for number in range(5)]
+    names = {}
+    for loader in loaders[:4]:
+        next(iter(loader))
+        names[f"{loader.state_dict()['weights']}.weights.arrow"] = loader
+    *kept, second, oldest = sorted(names)
+    for seconds, name in enumerate([oldest, second, *kept], start=1):
+        os.utime(cache.path / "notes" / name, (seconds, seconds))
+    names[oldest].state_dict()
+    next(iter(loaders[4]))
+    new = loaders[4].state_dict()["weights"]
+    assert {*weights_files(cache)} == {*kept, oldest, f"{new}.weights.arrow"}
+    for loader in loaders:
+        loader.close()
+
+
+def two_ranks(monkeypatch, cache, **options):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return [Loader(cache, rank=rank, world_size=2, run_id="job", **options) for rank in range(2)]
+
+
+def test_a_rank_that_is_five_epochs_behind_has_the_weights_of_its_epoch(cache, monkeypatch):
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss")
+    ids = [(seq, row) for seq in range(10) for row in range(16)]
+    for row in range(6):
+        cache.annotate(ids, loss=np.eye(160)[row])
+        assert {*ids_of(first)} == {row}
+    assert len(weights_files(cache)) == 6
+    for row in range(6):
+        assert {*ids_of(second)} == {row}
+    cache.annotate(ids, loss=1.0)
+    next(iter(first))
+    assert len(weights_files(cache)) == 1
+    for loader in (first, second):
+        loader.close()
+
+
+def test_states_push_out_no_weights_of_ranks(tmp_path, monkeypatch):
+    """At a seam, where one rank still saves states of the old epoch; an eighth has room for one file."""
+    cache = ac.Cache.create(tmp_path / "small", {"id": ac.Tensor("int64")}, "1MiB", "64KiB")
+    with cache.writer() as writer:
+        writer.extend(id=np.arange(20_000))
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", epoch_rows=320)
+    ids = [(seq, row) for seq in range(3) for row in range(100)]
+    cache.annotate(ids, loss=1)
+    one, other = first.repeat(), second.repeat()
+    for step in range(60):
+        if step % 10 == 3:
+            cache.annotate(ids, loss=float(step))
+        batch = next(one)
+        first.state_dict()
+        assert ids_of([batch]) != ids_of([next(other)])
+    for loader in (first, second):
+        loader.close()
+
+
+def test_ranks_push_out_no_weights_of_a_state(cache, monkeypatch):
+    ranks = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", epoch_rows=160)
+    batches = [rank.repeat() for rank in ranks]
+    for step in range(100):
+        for each in batches:
+            next(each)
+        if step == 5:
+            state = ranks[0].state_dict()
+        cache.annotate([(0, row) for row in range(8)], loss=float(step))
+    for rank in ranks:
+        rank.close()
+    with Loader(cache, 16, weights="loss", epoch_rows=160) as loader:
+        loader.load_state_dict(state)
+        assert len(ids_of(loader)) == 64
+
+
+def test_a_rank_whose_weights_were_removed_is_told_what_to_do(cache, monkeypatch):
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="id")
+    next(iter(first))
+    (name,) = weights_files(cache)
+    (cache.path / "notes" / name).unlink()
+    with pytest.raises(ac.MissingSegmentsError, match="of the ranks' epoch 0 have left the cache: end"):
+        next(iter(second))
+    for loader in (first, second):
+        loader.close()
+
+
 # wrong arguments
 
 
@@ -291,6 +443,7 @@ def test_ranks_draw_by_the_weights_of_the_first_of_them(cache):
     [
         ({"weights": 3}, TypeError, "weights must be None, the name"),
         ({"weights": "image"}, ValueError, "'image' is a column of .*name one of a number a row"),
+        ({"weights": "_age_seconds"}, ValueError, r"can be no annotation.*lambda columns: columns\['_age_s"),
         ({"weights": "loss", "shuffle": "window"}, ValueError, "not the order of shuffle='window'"),
         ({"weights": "loss", "batch_tokens": 100, "length_of": "id"}, ValueError, "leave one out"),
     ],

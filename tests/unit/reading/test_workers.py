@@ -21,7 +21,7 @@ def loader_of(cache: ac.Cache, size: int = 8, workers: int = 3, **options: Any) 
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache-worker")]
 
 
 # order and content

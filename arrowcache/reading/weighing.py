@@ -36,7 +36,8 @@ class Weighing:
 
     def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
         self._store, self._annotations = store, Annotations.of(store)
-        self._reads_notes = callable(weights) or weights not in store.settings.schema
+        may_have_notes = store.settings.dataset is None
+        self._reads_notes = may_have_notes and (callable(weights) or weights not in store.settings.schema)
         self._values: RowValues | None = None
         if callable(weights):
             self._function = SegmentFunction(self._annotations, weights, _floats)

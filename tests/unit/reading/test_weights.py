@@ -443,6 +443,7 @@ def test_a_rank_whose_weights_were_removed_is_told_what_to_do(cache, monkeypatch
     [
         ({"weights": 3}, TypeError, "weights must be None, the name"),
         ({"weights": "image"}, ValueError, "'image' is a column of .*name one of a number a row"),
+        ({"weights": ""}, ValueError, "weights='' can be no annotation"),
         ({"weights": "_age_seconds"}, ValueError, r"can be no annotation.*lambda columns: columns\['_age_s"),
         ({"weights": "loss", "shuffle": "window"}, ValueError, "not the order of shuffle='window'"),
         ({"weights": "loss", "batch_tokens": 100, "length_of": "id"}, ValueError, "leave one out"),

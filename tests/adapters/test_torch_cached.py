@@ -26,8 +26,7 @@ from processes import METHODS, Child, Script, private_mounts, small_disk
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 import arrowcache as ac
-from arrowcache.explore import History, observe
-from arrowcache.explore.board import board_of
+from arrowcache.explore.board import Board
 from arrowcache.read_through import outbox, trouble
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
@@ -615,9 +614,9 @@ def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys
         assert train.cached == 4000
         assert train.cache.stats().hit_rate == 0.8
         assert says in str(train.cache)
-        history = History()
-        history.add(observe(path))
-        assert says in board_of(history).as_text()
+        board = Board(path)
+        board.look()
+        assert says in board.card().as_text()
         assert commands.run(["info", str(path)]) == 0
         assert says in capsys.readouterr().out
 

@@ -111,7 +111,9 @@ class Loader(Closable):
         weights: draw rows with replacement, each as often as its weight says: the name of an annotation
             (`Cache.annotate`; a row without one weighs as much as the heaviest) or of a column of one number
             a row, or a function as of `rows` that gives (rows,) numbers. Weights are frozen when an epoch
-            begins, so `epoch_rows` is the interval at which new ones take hold. None means each row once.
+            begins, so `epoch_rows` is the interval at which new ones take hold. Of a full cache the oldest
+            rows leave for them: 4 bytes a row, and up to an eighth of the capacity for annotations. None
+            means each row once.
 
     Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class ReadyBatch(NamedTuple):
     """A batch ready for delivery, with its counts.
 
-    `batch` is a dict of columns, the result of a transform, or a run or step of window.py. `published` is
-    the mean time at which its rows were published, in seconds since 1970. `epoch` made it. `steps` of its
+    `batch` is a dict of columns, or the result of a transform. `published` is the mean time at which its
+    rows were published, in seconds since 1970. `epoch` made it. `steps` of its
     order are over with it: one, but for sequences of sequences.py, which also say how far the epoch is
     `within` a bundle.
     """

@@ -33,6 +33,11 @@ class SegmentFunction(Generic[T]):
         self._annotations, self._function, self._checked = annotations, function, checked
         self._known: dict[int, tuple[T, object]] = {}  # by segment, and of which annotations
 
+    @property
+    def changes(self) -> bool:
+        """True if a result of the last snapshot is of annotations or ages, and so not for ever."""
+        return any(version is not None for _, version in self._known.values())
+
     def of(self, snapshot: Snapshot) -> list[T]:
         """Return its result for each segment of a snapshot, oldest first.
 

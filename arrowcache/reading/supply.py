@@ -33,6 +33,7 @@ from arrowcache.units import format_bytes, format_count
 
 _log = logging.getLogger("arrowcache")
 
+_LEFT_SHARE = 0.75  # of the rows at least, once weights have the two eighths that they may take
 _GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
 
 
@@ -51,6 +52,7 @@ class Supply:
         self.known: float = math.inf
         self.warns = True  # of rows left out; False once warned, or if another rank on this node warns
         self.has_ranks = False  # who share its snapshots
+        self._least_rows = 1  # of the last `take`
         # results of the last `take`
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # rows of the listed segments that an epoch may have
@@ -119,6 +121,7 @@ class Supply:
             self.rows = sum(segment.rows for segment in self.listed if where is None or where(segment))
         if self.rows < least_rows:
             return None
+        self._least_rows = least_rows
         self._reserve()
         return self._counted(Snapshot.take(self.store, where, yields_since=self.known), least_rows, count)
 
@@ -163,8 +166,9 @@ class Supply:
         return snapshot.selected.size
 
     def _reserve(self) -> None:
-        if self._weighing is not None:
-            self._weighing.reserve(self.rows, of_ranks=self.has_ranks)
+        """Have room made for what weights need, unless too few rows would be left for an epoch."""
+        if self._weighing is not None and self._least_rows <= self.rows * _LEFT_SHARE:
+            self._weighing.reserve(self.rows, self._where, of_ranks=self.has_ranks)
 
     def _weigh(self, snapshot: Snapshot) -> None:
         if self._weighing is not None:

@@ -25,6 +25,7 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.row_ids import RowId
 from arrowcache.storage.row_values import RowValues
 from arrowcache.storage.store import Store
+from arrowcache.units import require_text
 
 
 class Weighing:
@@ -36,22 +37,35 @@ class Weighing:
 
     def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
         self._store, self._annotations = store, Annotations.of(store)
-        may_have_notes = store.settings.dataset is None
-        self._reads_notes = may_have_notes and (callable(weights) or weights not in store.settings.schema)
+        self._reads_notes: bool | None = None  # of a function that was not called yet
         self._values: RowValues | None = None
         if callable(weights):
             self._function = SegmentFunction(self._annotations, weights, _floats)
         elif weights in store.settings.schema:
             self._function = SegmentFunction(self._annotations, lambda columns: columns[weights], _floats)
+            self._reads_notes = False
         else:
             self._values = RowValues(self._annotations.notes, weights)
+            self._reads_notes = True
+        if store.settings.dataset is not None:  # whose items have no notes
+            self._reads_notes = False
 
-    def reserve(self, rows: int, *, of_ranks: bool) -> None:
-        """Have room for the weights of so many rows, and for values of them that are noted later.
+    def reserve(
+        self, rows: int, where: Callable[[SegmentInfo], bool] | None = None, *, of_ranks: bool
+    ) -> None:
+        """Have room for a file of weights of so many rows; if they are of annotations, also for these.
 
         An epoch calls it before it leases all that might leave. What cannot be had is left to who needs it.
         Blocks: for cache.lock, and while annotations are written.
+        Raises: at first, what a function raises of one of the segments that pass `where`.
         """
+        if self._reads_notes is None:
+            first = next((each for each in self._store.segments() if where is None or where(each)), None)
+            if first is not None:
+                with Snapshot.take(self._store, lambda segment: segment.seq == first.seq) as snapshot:
+                    snapshot.map_all()
+                    self._function.of(snapshot)
+                    self._reads_notes = self._function.changes
         if self._reads_notes:
             self._annotations.flush_or_warn()
         with self._store.locked(), suppress(CacheFullError):
@@ -109,7 +123,9 @@ def require_weights(weights: object, schema: Schema) -> object:
         raise TypeError(
             f"weights must be None, the name of an annotation or column, or a function, not {weights!r}"
         )
-    if weights[:1] in ("", "_") and weights not in schema:
+    if not require_text(weights, "the name of weights"):
+        raise ValueError("weights='' names nothing: give the name of an annotation or column, or a function")
+    if weights[:1] == "_" and weights not in schema:
         raise ValueError(
             f"weights={weights!r} can be no annotation, whose name does not begin with '_': if it is a "
             f"column of batches with ids, give a function, such as lambda columns: columns[{weights!r}] + 1.0"

@@ -3,8 +3,8 @@
 A state, or a file of ranks, names the file in `notes/`, by the digest of its content. It is written when
 somebody needs it: when a state of an epoch under way is asked for, or a rank begins one for others. Those of
 ranks stay as long as their file in `ranks/` is held. Of states those of the last few are kept: as many as an
-eighth of the capacity has room for, and one at least. An epoch has the room made before it leases all that
-might leave.
+eighth of the capacity has room for, fewer where what is leased leaves none, and one at least. An epoch has
+room for one made before it leases all that might leave.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 import pyarrow as pa
 
-from arrowcache.errors import CacheFormatError, MissingSegmentsError
+from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError
 from arrowcache.reading.weights import Weights
 from arrowcache.storage.layout import WEIGHTS_NAME, RanksRecord
 from arrowcache.storage.note_lines import arrow_file
@@ -31,13 +31,14 @@ _NEXT_EPOCH = (
 
 
 def missing_bytes(store: Store, rows: int, *, of_ranks: bool) -> int:
-    """The bytes that files of weights of so many rows may take beyond those that are there.
+    """The bytes that a file of weights of so many rows, and one of ranks, take beyond those that are there.
 
     0 if one is above an eighth of the capacity: it is left to `write_weights`.
     """
     nbytes = 4 * rows + _MORE_BYTES
-    kept = min(_KEPT, store.settings.notes_bytes // nbytes)
-    return max(0, (kept + of_ranks) * nbytes - store.folder.weights_bytes()) if kept else 0
+    if nbytes > store.settings.notes_bytes:
+        return 0
+    return max(0, (1 + of_ranks) * nbytes - store.folder.weights_bytes())
 
 
 def write_weights(store: Store, weights: Weights, *, of_ranks: bool = False) -> None:
@@ -56,8 +57,15 @@ def write_weights(store: Store, weights: Weights, *, of_ranks: bool = False) -> 
     if weights not in _looked_at or not store.folder.touch_weights(name, of_ranks=of_ranks):
         data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
         kept = max(1, min(_KEPT, store.settings.notes_bytes // data.size))
-        store.folder.drop_weights(kept if of_ranks else kept - 1, _names_of_ranks(store))
-        store.require_room(data.size)
+        names_of_ranks = _names_of_ranks(store)
+        for others in reversed(range(kept + of_ranks)):
+            store.folder.drop_weights(others, names_of_ranks)
+            try:
+                store.require_room(data.size)
+                break
+            except CacheFullError:
+                if not others:
+                    raise
         store.folder.link_weights(name, data, of_ranks=of_ranks)
         _looked_at.add(weights)
 
@@ -91,7 +99,14 @@ def read_weights(
         why = "are damaged"
     except FileNotFoundError:
         why = "have left the cache"
-    except pa.ArrowInvalid as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        LookupError,
+    ) as error:  # whatever Arrow meets in such a file
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
         why = f"are damaged ({error})"
     raise MissingSegmentsError(f"the weights {whose} {why}: {way}")
 

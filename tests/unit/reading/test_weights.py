@@ -307,7 +307,35 @@ def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
         assert len(ids_of(loader)) == 160
 
 
-@pytest.mark.parametrize("damage", [lambda data: bytes(len(data)), lambda data: data[:-20], lambda data: b""])
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
+DAMAGE = {
+    "zeros": lambda data: bytes(len(data)),
+    "cut": lambda data: data[:-20],
+    "empty": lambda data: b"",
+    "the name of its column": lambda data: flipped(data, data.rfind(b"weight")),
+    "its footer": lambda data: flipped(data, len(data) - 40),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_weights_that_are_damaged_anywhere_are_said_to_be(cache, damage):
+    with Loader(cache, 8, weights="id") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    (name,) = weights_files(cache)
+    path = cache.path / "notes" / name
+    path.write_bytes(damage(path.read_bytes()))
+    with (
+        Loader(cache, 8, weights="id") as loader,
+        pytest.raises(ac.MissingSegmentsError, match="are damaged"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_of_weights_is_written_again(cache, damage):
     for _ in range(2):  # as after a restart
         with Loader(cache, 8, weights="id") as loader:
@@ -319,6 +347,51 @@ def test_a_damaged_file_of_weights_is_written_again(cache, damage):
                 assert len(ids_of(other)) == 152
         path = cache.path / "notes" / name
         path.write_bytes(damage(path.read_bytes()))
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A full cache that nobody writes to, of rows of 100 bytes."""
+    fields = {"id": ac.Tensor("int32"), "y": ac.Tensor("uint8", (96,))}
+    cache = ac.Cache.create(tmp_path / "full", fields, "8MiB", "256KiB")
+    with cache.writer() as writer:
+        while not cache.stats().evicted_rows:
+            writer.extend({"id": np.arange(1, 10001, dtype=np.int32), "y": np.zeros((10000, 96), np.uint8)})
+    return cache
+
+
+@pytest.mark.parametrize("weights", ["id", lambda columns: columns["id"]], ids=["column", "function"])
+def test_of_a_full_cache_no_more_rows_leave_than_one_file_of_weights_needs(full, weights):
+    before = full.stats()
+    for _ in range(3):
+        with Loader(full, 100, weights=weights, epoch_rows=1000) as loader:
+            next(iter(loader))
+            assert loader.state_dict()["weights"]
+    segment_rows = before.rows // before.segments + 1
+    assert before.rows - full.stats().rows <= 4 * before.rows // 100 + 2 * segment_rows
+    assert len(weights_files(full)) == 1, "each loads and is the same"
+
+
+def test_a_loader_that_wants_all_rows_has_none_leave(full):
+    rows = full.stats().rows
+    with Loader(full, 100, weights="id", epoch_rows=1000, wait_rows=rows, timeout=5) as loader:
+        assert len(ids_of(loader)) == 1000
+    assert full.stats().rows == rows
+
+
+def test_earlier_weights_leave_where_what_is_leased_leaves_no_room(full):
+    states = []
+    for number in range(3):
+        with Loader(full, 100, weights=lambda columns, n=number: columns["id"] + n) as loader:
+            next(iter(loader))
+            states.append(loader.state_dict())
+    assert f"{states[-1]['weights']}.weights.arrow" in weights_files(full)
+
+
+@pytest.mark.parametrize(("name", "says"), [("", "names nothing"), ("\ud800", "UTF-8 cannot hold")])
+def test_a_name_that_no_annotation_has_is_refused(cache, name, says):
+    with pytest.raises(ValueError, match=says):
+        Loader(cache, 8, weights=name)
 
 
 def test_the_last_few_files_of_weights_are_kept(cache):
@@ -443,7 +516,7 @@ def test_a_rank_whose_weights_were_removed_is_told_what_to_do(cache, monkeypatch
     [
         ({"weights": 3}, TypeError, "weights must be None, the name"),
         ({"weights": "image"}, ValueError, "'image' is a column of .*name one of a number a row"),
-        ({"weights": ""}, ValueError, "weights='' can be no annotation"),
+        ({"weights": ""}, ValueError, "weights='' names nothing"),
         ({"weights": "_age_seconds"}, ValueError, r"can be no annotation.*lambda columns: columns\['_age_s"),
         ({"weights": "loss", "shuffle": "window"}, ValueError, "not the order of shuffle='window'"),
         ({"weights": "loss", "batch_tokens": 100, "length_of": "id"}, ValueError, "leave one out"),

@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import duckdb
@@ -121,7 +123,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         if any(map(asked.names, _OF_ELEMENTS)):
             connection.execute(_macros(types, schema))
         try:
-            result = _interruptible(connection, lambda: connection.sql(query))
+            result = interruptible(connection, lambda: connection.sql(query))
             if result is None:
                 raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
             shapes = {
@@ -130,7 +132,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
             }
             found = dict(zip(result.columns, map(str, result.types), strict=True))
-            frame = Rows(_interruptible(connection, result.df))
+            frame = Rows(interruptible(connection, result.df))
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
     for name, shape in shapes.items():
@@ -151,14 +153,32 @@ def connect() -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], R]) -> R:
-    """What DuckDB's work gives. Ctrl-C ends it: Python hears of that only where no work is in this thread."""
-    with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work)
+def interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], R]) -> R:
+    """What DuckDB's work gives. Ctrl-C ends it: the main thread hears of that only where it does no work.
+
+    Other threads never hear of it: they work themselves, as does the main thread where none can be started,
+    at the interpreter's end. Executors take no work from the main thread's end on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    working = Future[R]()
+
+    def run() -> None:
+        if working.set_running_or_notify_cancel():
+            try:
+                working.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
+                working.set_exception(error)
+
+    try:
         try:
-            return working.result()
-        finally:
-            while not working.done():  # it may not have begun
+            threading.Thread(target=run, name="arrowcache-query", daemon=True).start()
+        except RuntimeError:
+            run()
+        return working.result()
+    finally:
+        while not (working.done() or working.cancel()):  # DuckDB may not have begun
+            with suppress(KeyboardInterrupt):  # another: what works must not lose its connection
                 connection.interrupt()
                 wait([working], _INTERRUPT_SECONDS)
 

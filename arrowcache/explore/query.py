@@ -270,7 +270,7 @@ class _Asked:
         given = {
             _folded(word)
             for part in self._parts
-            for word in _texts(part, "alias", "column_name_alias")
+            for word in _texts(part, "alias", "aliases", "column_name_alias")
             if _folded(word) != _column_of(part, _FOR_NUMBERS - {*_OF_ELEMENTS})  # max(image) as image
         }
         columns = {_folded(name): (name, kind) for name, kind in kinds.items() if _folded(name) not in given}

@@ -343,6 +343,7 @@ def test_a_name_that_stands_for_a_number_is_taken_as_one(cache):
             assert sql(cache, query)[name].tolist() == [63], query
     found = sql(cache, "select max(image) as image from (select t_max(image) as image from cache)")
     assert found["image"].tolist() == [255 + 63]
+    assert sql(cache, "with t(image) as (select 1) select max(image) as m from t")["m"].tolist() == [1]
 
 
 @pytest.mark.parametrize(

@@ -242,17 +242,22 @@ def _macros(types: Mapping[str, str], schema: Schema) -> str:
 
 
 class _Asked:
-    """What a query names, as DuckDB parses it. Where that does not tell, as of `pivot`, it is everything."""
+    """What a query names, as DuckDB parses it.
+
+    Where that does not tell, as of `pivot`, it is as of `select *`, and whatever is a word of its text.
+    """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, query: str) -> None:
         self._query, self._parts = query.encode(), list[dict[str, Any]]()
         found = connection.execute("select json_serialize_sql($1, skip_default := true)", [query]).fetchall()
         try:
-            self._is_unknown = json.loads(found[0][0], object_hook=self._take)["error"]
+            is_unknown = json.loads(found[0][0], object_hook=self._take)["error"]
         except RecursionError:  # of hundreds of operators, each in the one before
-            self._is_unknown = True
-        self.names_all = self._is_unknown or any(part.get("class") == "STAR" for part in self._parts)
+            is_unknown = True
+        self.names_all = is_unknown or any(part.get("class") == "STAR" for part in self._parts)
         self._words = {word.lower() for part in self._parts for word in _texts(part)}
+        if is_unknown:
+            self._words |= set(re.findall(r"\w+", query.lower()))
 
     def _take(self, part: dict[str, Any]) -> dict[str, Any]:
         self._parts.append(part)
@@ -260,7 +265,7 @@ class _Asked:
 
     def names(self, name: str) -> bool:
         """Whether it seems to name this one, or one like it that has a number."""
-        return self._is_unknown or any(word.startswith(name.lower()) for word in self._words)
+        return any(word.startswith(name.lower()) for word in self._words)
 
     def require_numbers(self, kinds: Mapping[str, FieldType]) -> None:
         """Refuse what is asked of tensors as if they were one number, which DuckDB would compare as lists.

@@ -31,6 +31,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import will_need, will_read_on
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
+from arrowcache.units import require_text
 
 TABLE = "cache"
 FILES = "_cache_files"
@@ -97,8 +98,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     Raises: ValueError: the query fails; says why, in a sentence, with the names that come near.
         CorruptSegmentError: a damaged segment, which was quarantined.
     """
-    if not isinstance(query, str):
-        raise TypeError(f"query must be SQL as text, not {query!r}")
+    require_text(query, "the query")
     store = store_of(cache)
     schema = store.settings.schema
     names = _told_apart(schema)

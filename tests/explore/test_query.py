@@ -157,8 +157,10 @@ def test_a_query_sees_and_makes_no_file_and_no_variable(cache, tmp_path, query):
 
 
 def test_a_query_is_text(cache):
-    with pytest.raises(TypeError, match="SQL as text"):
+    with pytest.raises(TypeError, match="the query must be a text, not None"):
         sql(cache, None)
+    with pytest.raises(ValueError, match=r"the query is .*, which UTF-8 cannot hold"):
+        sql(cache, "select '\ud800'")
 
 
 def test_the_result_keeps_no_segment(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from sklearn.decomposition import PCA
+from sklearn.metrics import DistanceMetric
 from sklearn.neighbors import NearestNeighbors
 from sklearn.random_projection import SparseRandomProjection
 from threadpoolctl import threadpool_limits
@@ -79,11 +80,13 @@ def similar(
             raise ValueError(f"row {RowId(*wanted[bad[0]].tolist())} has a {column!r} that is not finite")
         near: NDArray[np.int64] = np.zeros((len(asked), 0), np.int64)
         distance: NDArray[np.float64] = np.zeros((len(asked), 0))
-        origin = queries[:1] * (metric == "euclidean")  # squares of values far from 0 are all alike
+        measure = metric  # by its name, squares would be subtracted, which far from 0 are all alike
+        if metric == "euclidean":
+            measure = DistanceMetric.get_metric(metric)
         searched = _drawn(snapshot, max_rows, seed) if len(asked) else asked
         for places, values in _chunks(snapshot, column, kind, searched):
-            search = NearestNeighbors(n_neighbors=min(n + 1, len(places)), algorithm="brute", metric=metric)
-            found, at = search.fit(values - origin).kneighbors(queries - origin)
+            search = NearestNeighbors(n_neighbors=min(n + 1, len(places)), algorithm="brute", metric=measure)
+            found, at = search.fit(values).kneighbors(queries)
             found[places[at] == asked[:, None]] = np.inf  # itself
             near, distance = np.hstack([near, places[at]]), np.hstack([distance, found])
             order = np.argsort(distance, axis=1, kind="stable")[:, :n]

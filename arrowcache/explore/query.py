@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import duckdb
@@ -29,6 +31,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import will_need, will_read_on
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
+from arrowcache.units import require_text
 
 TABLE = "cache"
 FILES = "_cache_files"
@@ -95,8 +98,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
     Raises: ValueError: the query fails; says why, in a sentence, with the names that come near.
         CorruptSegmentError: a damaged segment, which was quarantined.
     """
-    if not isinstance(query, str):
-        raise TypeError(f"query must be SQL as text, not {query!r}")
+    require_text(query, "the query")
     store = store_of(cache)
     schema = store.settings.schema
     names = _told_apart(schema)
@@ -121,7 +123,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         if any(map(asked.names, _OF_ELEMENTS)):
             connection.execute(_macros(types, schema))
         try:
-            result = _interruptible(connection, lambda: connection.sql(query))
+            result = interruptible(connection, lambda: connection.sql(query))
             if result is None:
                 raise ValueError(f"the query has no result: ask for one, as in select * from {TABLE} limit 5")
             shapes = {
@@ -130,7 +132,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
             }
             found = dict(zip(result.columns, map(str, result.types), strict=True))
-            frame = Rows(_interruptible(connection, result.df))
+            frame = Rows(interruptible(connection, result.df))
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
     for name, shape in shapes.items():
@@ -151,14 +153,32 @@ def connect() -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], R]) -> R:
-    """What DuckDB's work gives. Ctrl-C ends it: Python hears of that only where no work is in this thread."""
-    with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work)
+def interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], R]) -> R:
+    """What DuckDB's work gives. Ctrl-C ends it: the main thread hears of that only where it does no work.
+
+    Other threads never hear of it: they work themselves, as does the main thread where none can be started,
+    at the interpreter's end. Executors take no work from the main thread's end on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    working = Future[R]()
+
+    def run() -> None:
+        if working.set_running_or_notify_cancel():
+            try:
+                working.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
+                working.set_exception(error)
+
+    try:
         try:
-            return working.result()
-        finally:
-            while not working.done():  # it may not have begun
+            threading.Thread(target=run, name="arrowcache-query", daemon=True).start()
+        except RuntimeError:
+            run()
+        return working.result()
+    finally:
+        while not (working.done() or working.cancel()):  # DuckDB may not have begun
+            with suppress(KeyboardInterrupt):  # another: what works must not lose its connection
                 connection.interrupt()
                 wait([working], _INTERRUPT_SECONDS)
 
@@ -222,17 +242,22 @@ def _macros(types: Mapping[str, str], schema: Schema) -> str:
 
 
 class _Asked:
-    """What a query names, as DuckDB parses it. Where that does not tell, as of `pivot`, it is everything."""
+    """What a query names, as DuckDB parses it.
+
+    Where that does not tell, as of `pivot`, it is as of `select *`, and whatever is a word of its text.
+    """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, query: str) -> None:
         self._query, self._parts = query.encode(), list[dict[str, Any]]()
         found = connection.execute("select json_serialize_sql($1, skip_default := true)", [query]).fetchall()
         try:
-            self._is_unknown = json.loads(found[0][0], object_hook=self._take)["error"]
+            is_unknown = json.loads(found[0][0], object_hook=self._take)["error"]
         except RecursionError:  # of hundreds of operators, each in the one before
-            self._is_unknown = True
-        self.names_all = self._is_unknown or any(part.get("class") == "STAR" for part in self._parts)
+            is_unknown = True
+        self.names_all = is_unknown or any(part.get("class") == "STAR" for part in self._parts)
         self._words = {word.lower() for part in self._parts for word in _texts(part)}
+        if is_unknown:
+            self._words |= set(re.findall(r"\w+", query.lower()))
 
     def _take(self, part: dict[str, Any]) -> dict[str, Any]:
         self._parts.append(part)
@@ -240,7 +265,7 @@ class _Asked:
 
     def names(self, name: str) -> bool:
         """Whether it seems to name this one, or one like it that has a number."""
-        return self._is_unknown or any(word.startswith(name.lower()) for word in self._words)
+        return any(word.startswith(name.lower()) for word in self._words)
 
     def require_numbers(self, kinds: Mapping[str, FieldType]) -> None:
         """Refuse what is asked of tensors as if they were one number, which DuckDB would compare as lists.
@@ -250,7 +275,7 @@ class _Asked:
         given = {
             _folded(word)
             for part in self._parts
-            for word in _texts(part, "alias", "column_name_alias")
+            for word in _texts(part, "alias", "aliases", "column_name_alias")
             if _folded(word) != _column_of(part, _FOR_NUMBERS - {*_OF_ELEMENTS})  # max(image) as image
         }
         columns = {_folded(name): (name, kind) for name, kind in kinds.items() if _folded(name) not in given}

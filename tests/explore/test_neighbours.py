@@ -122,6 +122,33 @@ def test_rows_are_told_apart_far_from_zero(tmp_path, size):
         assert constant.attrs["explained"] == [0] * min(size, 2)
 
 
+def test_rows_begun_from_that_lie_far_apart_each_have_their_nearest(tmp_path):
+    values = np.zeros((200, 2))
+    values[:, 0] = [*range(100), *(1e9 + np.arange(100))]
+    with ac.Cache.create(
+        tmp_path / "c", {"v": ac.Tensor("float64", (2,))}, "4MiB", segment_bytes="64KiB"
+    ) as cache:
+        with cache.writer() as writer:
+            writer.extend(v=values)
+        for ids in ([(0, 10), (0, 150)], [(0, 150), (0, 10)]):
+            found = similar(cache, "v", ids, n=2)
+            assert found["distance"].tolist() == [1] * 4
+            near = [{row - 1, row + 1} for _, row in ids]
+            assert [{*found["_row"][:2]}, {*found["_row"][2:]}] == near
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_what_is_near_does_not_depend_on_the_order_of_ids(cache, metric):
+    ids = [f"{at // 20}:{at % 20}" for at in range(COUNT)]
+    for column in ("image", "point", "label"):
+        answers = [
+            similar(cache, column, some, n=5, metric=metric).sort_values("query", kind="stable")
+            for some in (ids, ids[::-1])
+        ]
+        for name in ("_seq", "_row", "query", "distance"):
+            assert answers[0][name].tolist() == answers[1][name].tolist()
+
+
 def test_what_is_found_is_shown_as_pictures_and_names_rows(cache):
     found = similar(cache, "image", "0:4", n=3)
     assert seen(found._repr_html_()).tags.count("img") == 3

@@ -27,6 +27,10 @@ def test_without_notes_there_are_no_columns_of_them_but_for_who_names_one(cache)
     found = explore.sql(cache, "select count(*) as n from cache where _excluded or len(_tags) > 0")
     assert found["n"].tolist() == [0]
     assert explore.to_pandas(cache, ["_excluded"])["_excluded"].sum() == 0
+    found = explore.sql(cache, "pivot (select * exclude image from cache) on (id < 3) using count(*)")
+    assert list(found) == ["_seq", "_row", "false", "true"]
+    said = explore.sql(cache, "summarize select _excluded from cache")
+    assert said["column_name"].tolist() == ["_excluded"]
 
 
 def test_who_looks_sees_every_row_with_its_notes(cache):

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -156,8 +157,10 @@ def test_a_query_sees_and_makes_no_file_and_no_variable(cache, tmp_path, query):
 
 
 def test_a_query_is_text(cache):
-    with pytest.raises(TypeError, match="SQL as text"):
+    with pytest.raises(TypeError, match="the query must be a text, not None"):
         sql(cache, None)
+    with pytest.raises(ValueError, match=r"the query is .*, which UTF-8 cannot hold"):
+        sql(cache, "select '\ud800'")
 
 
 def test_the_result_keeps_no_segment(tmp_path):
@@ -196,6 +199,57 @@ def test_ctrl_c_ends_a_query_of_the_command(tmp_path):
                 process.kill()
         assert process.returncode == 130
         assert cache.stats().leased_bytes == 0
+
+
+def test_a_query_has_ended_where_a_second_ctrl_c_comes_at_once():
+    from arrowcache.explore.query import interruptible
+
+    asked, may_end, ended = [], threading.Event(), threading.Event()
+
+    class Connection:
+        def interrupt(self):
+            asked.append(self)
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+            may_end.set()
+
+    def work():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        may_end.wait(60)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(Connection(), work)
+    assert ended.is_set()
+    assert len(asked) >= 2
+
+
+@pytest.mark.parametrize("late", ["threading.Thread(target=after_main).start()", "atexit.register(ask)"])
+def test_a_query_is_answered_after_the_end_of_the_main_thread(cache, late):
+    code = f"""
+import atexit, threading
+from arrowcache import Cache, explore
+cache = Cache.open({str(cache.path)!r})
+def ask():
+    print(explore.sql(cache, "select count(*) from cache").iloc[0, 0])
+def after_main():
+    threading.main_thread().join()
+    ask()
+ask()
+{late}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout.split(), done.stderr) == (["64", "64"], "")
+
+
+def test_where_no_thread_can_be_started_a_query_is_answered(cache, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert len(sql(cache, "select id from cache")) == 64
 
 
 def test_a_cache_that_vanishes_is_one_sentence(cache):
@@ -291,6 +345,7 @@ def test_a_name_that_stands_for_a_number_is_taken_as_one(cache):
             assert sql(cache, query)[name].tolist() == [63], query
     found = sql(cache, "select max(image) as image from (select t_max(image) as image from cache)")
     assert found["image"].tolist() == [255 + 63]
+    assert sql(cache, "with t(image) as (select 1) select max(image) as m from t")["m"].tolist() == [1]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ check:
 	$(RUN) -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' $(ARGS)
 
 # Minutes: of a machine of 2 cores with nothing else to do. Each part is measured when that changes much.
-MINUTES := 27
+MINUTES := 28
 test: say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install
 say-how-long:
 	@echo "all tests: about $(MINUTES) minutes on 2 cores, and some more where environments are built first; make check: the quick ones"

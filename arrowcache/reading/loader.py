@@ -321,8 +321,13 @@ class Loader(Closable):
             f"shuffle={options.shuffle!r}, epoch {self._epochs.next_number}>"
         )
 
-    def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
-        """Return what makes batches; loaders for a framework have memory of their own."""
+    def _memory(self) -> Memory:
+        """Return what slots are made of; loaders for a framework have memory of their own."""
+        return MEMORY
+
+    def _new_assembly(self) -> Assembly | RemoteAssembly:
+        """Return what makes batches."""
+        memory = self._memory()
         if not self._options.workers or self._options.worker_type != "process":
             return Assembly(self._store, self._options, self._meter, memory)
         from arrowcache.reading.workers import remote  # imports much that other loaders do not need

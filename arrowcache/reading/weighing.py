@@ -50,9 +50,7 @@ class Weighing:
         if store.settings.dataset is not None:  # whose items have no notes
             self._reads_notes = False
 
-    def reserve(
-        self, rows: int, where: Callable[[SegmentInfo], bool] | None = None, *, of_ranks: bool
-    ) -> None:
+    def reserve(self, rows: int, where: Callable[[SegmentInfo], bool] | None, *, of_ranks: bool) -> None:
         """Have room for a file of weights of so many rows; if they are of annotations, also for these.
 
         An epoch calls it before it leases all that might leave. What cannot be had is left to who needs it.

@@ -99,12 +99,7 @@ def read_weights(
         why = "are damaged"
     except FileNotFoundError:
         why = "have left the cache"
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        LookupError,
-    ) as error:  # whatever Arrow meets in such a file
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:  # of what Arrow meets there
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
         why = f"are damaged ({error})"

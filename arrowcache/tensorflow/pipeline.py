@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.reading.assembly import MEMORY, Assembly, Memory
+from arrowcache.reading.assembly import Memory
 from arrowcache.reading.loader import Loader
 from arrowcache.reading.options import EpochArguments, LoaderArguments, spelled_out
 from arrowcache.storage.recovery import HasStore
@@ -27,7 +27,6 @@ from arrowcache.units import parse_count
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from arrowcache.reading.workers.remote import RemoteAssembly
 
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
@@ -124,10 +123,8 @@ class _CopyingLoader(Loader):
         self._rooms = rooms
         super().__init__(cache, batch_size, **options)
 
-    def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
-        if self._rooms is not None:
-            memory = Memory(self._rooms.allocate, _FRAME_BYTES)
-        return super()._new_assembly(memory)
+    def _memory(self) -> Memory:
+        return super()._memory() if self._rooms is None else Memory(self._rooms.allocate, _FRAME_BYTES)
 
     @property
     def batch_size(self) -> int | None:

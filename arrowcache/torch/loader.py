@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from arrowcache.arrow.schema import Ragged
-from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
+from arrowcache.reading.assembly import Batch, Memory
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.membership import Membership
@@ -23,8 +23,6 @@ from arrowcache.torch.tensors import import_nested, to_tensor
 
 if TYPE_CHECKING:
     from typing import Unpack
-
-    from arrowcache.reading.workers.remote import RemoteAssembly
 
 
 class Loader(NumpyLoader):
@@ -102,10 +100,8 @@ class Loader(NumpyLoader):
             if self._prefetcher is not None:
                 self._prefetcher.close()
 
-    def _new_assembly(self, memory: Memory = MEMORY) -> Assembly | RemoteAssembly:
-        if self._prefetcher is not None:
-            memory = Memory(self._prefetcher.host_memory)
-        return super()._new_assembly(memory)
+    def _memory(self) -> Memory:
+        return super()._memory() if self._prefetcher is None else Memory(self._prefetcher.host_memory)
 
     def _membership(self, *, begins: bool) -> Membership | None:
         return membership_now(self._options, begins=begins)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arrowcache.reading.assembly import MEMORY, Memory
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.options import PackedArguments, spelled_out
 from arrowcache.reading.packing import Packing
@@ -57,10 +56,8 @@ class PackedLoader(Loader):
             f"epoch {self._epochs.next_number}>"
         )
 
-    def _new_assembly(self, memory: Memory = MEMORY) -> SequenceAssembly:
-        if self._prefetcher is not None:
-            memory = Memory(self._prefetcher.host_memory)
-        return SequenceAssembly(self._store, self._options, self._meter, memory)
+    def _new_assembly(self) -> SequenceAssembly:
+        return SequenceAssembly(self._store, self._options, self._meter, self._memory())
 
 
 @spelled_out(PackedArguments)

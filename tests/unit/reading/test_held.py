@@ -93,8 +93,8 @@ def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
 def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, make, shuffle):
     class Slow(make):
-        def _new_assembly(self, *_: Any) -> Any:
-            return super()._new_assembly(Memory(partial(slow, pages)))
+        def _memory(self) -> Memory:
+            return Memory(partial(slow, pages))
 
     loader = Slow(cache, 8, shuffle=shuffle, prefetch=2)
     with ctrl_c_in_a_wait(monkeypatch, pages):

@@ -30,6 +30,13 @@ def weights_files(cache):
     return [name for name in os.listdir(cache.path / "notes") if name.endswith(".weights.arrow")]
 
 
+def begun(cache, **options):
+    """The state of an epoch after its first batch."""
+    with Loader(cache, 8, **options) as loader:
+        next(iter(loader))
+        return loader.state_dict()
+
+
 # draws
 
 
@@ -163,9 +170,7 @@ def test_a_state_between_two_epochs_names_no_weights(cache):
 
 
 def test_draws_from_segments_that_left_are_made_from_the_others(cache):
-    with Loader(cache, 8, weights="id", epoch_rows=400) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
+    state = begun(cache, weights="id", epoch_rows=400)
     cache.evict(1)
     with Loader(cache, 8, weights="id") as loader:
         with pytest.raises(ac.MissingSegmentsError, match="1 of its 10 segments"):
@@ -182,9 +187,7 @@ def test_draws_end_where_all_that_weighs_has_left(tmp_path, left):
     cache = make_cache(tmp_path / "small", capacity="1MiB")
     publish(cache, 3)
     weights = lambda columns: np.where(columns["_seq"] == 0, 1.0, 0.0)  # noqa: E731
-    with Loader(cache, 8, weights=weights, epoch_rows=400) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
+    state = begun(cache, weights=weights, epoch_rows=400)
     for _ in range(left):
         cache.evict(1)
     publish(cache, 1)
@@ -213,9 +216,7 @@ def test_the_state_of_an_epoch_without_draws_is_loaded(cache):
 
 
 def test_probabilities_after_an_eviction_are_those_of_the_draws(cache):
-    with Loader(cache, 8, weights="id", epoch_rows=400) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
+    state = begun(cache, weights="id", epoch_rows=400)
     cache.evict(1)
     with Loader(cache, 8, weights="id") as loader:
         loader.load_state_dict(state)
@@ -285,9 +286,7 @@ def test_a_weight_that_float32_cannot_hold_is_named_by_its_row(cache):
 
 
 def test_weights_that_left_are_an_error_that_says_how_to_go_on(cache):
-    with Loader(cache, 8, weights="id") as loader:
-        next(iter(loader))
-        state = loader.state_dict()
+    state = begun(cache, weights="id")
     (name,) = weights_files(cache)
     data = (cache.path / "notes" / name).read_bytes()
     (cache.path / "notes" / name).write_bytes(data[:-20])
@@ -322,9 +321,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_weights_that_are_damaged_anywhere_are_said_to_be(cache, damage):
-    with Loader(cache, 8, weights="id") as loader:
-        next(iter(loader))
-        state = loader.state_dict()
+    state = begun(cache, weights="id")
     (name,) = weights_files(cache)
     path = cache.path / "notes" / name
     path.write_bytes(damage(path.read_bytes()))

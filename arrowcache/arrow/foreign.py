@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -63,10 +64,10 @@ def _kind_of_type(found: pa.DataType) -> FieldType | None:
         shape = tuple(found.shape)
         in_order = found.permutation is None or list(found.permutation) == list(range(len(shape)))
         return _tensor(found.value_type, shape) if in_order else None
-    found = _stored(found)
-    if pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_string_view(found):
+    found = plain_type(_stored(found))
+    if pa.types.is_string(found) or pa.types.is_large_string(found):
         return String()
-    if pa.types.is_binary(found) or pa.types.is_large_binary(found) or pa.types.is_binary_view(found):
+    if pa.types.is_binary(found) or pa.types.is_large_binary(found):
         return Binary()
     if pa.types.is_fixed_size_binary(found) and not pa.types.is_decimal(found):
         return Binary()
@@ -84,6 +85,17 @@ def _stored(found: pa.DataType) -> pa.DataType:
     if isinstance(found, pa.BaseExtensionType):
         return _stored(found.storage_type)
     return found.value_type if pa.types.is_dictionary(found) else found
+
+
+def plain_type(found: pa.DataType) -> pa.DataType:
+    """The type that `plain` gives columns of this one."""
+    if isinstance(found, pa.BaseExtensionType):
+        found = found.storage_type
+    if pa.types.is_string_view(found):
+        return pa.large_utf8()
+    if pa.types.is_binary_view(found):
+        return pa.large_binary()
+    return found  # lists of views are refused: pyarrow 26 casts them to lists with too few offsets
 
 
 def _value_type(found: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
@@ -122,15 +134,22 @@ def require_fields(fields: pa.Schema, schema: Schema) -> None:
             raise SchemaError(f"field {name!r}: {error}") from None
 
 
+def plain(column: pa.Array) -> pa.Array:
+    """A column of a file without an extension type or a view: one whose rows Arrow can take, filter and fill."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    known = plain_type(column.type)
+    return column if known == column.type else column.cast(known)
+
+
 def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:
     """A column of a file as a writer's `extend` takes it; numbers are converted where that is exact.
 
     Raises: SchemaError: what does not fit; names the field.
     """
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
+    column = plain(column)
     if isinstance(column, pa.DictionaryArray):
-        column = column.dictionary_decode()
+        column = plain(column.dictionary_decode())
     if not isinstance(kind, Tensor | Ragged) and type(_kind_of_type(column.type)) is not type(kind):
         raise _unfit(name, column, kind)
     if column.null_count:
@@ -145,8 +164,12 @@ def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:
                 column = column.cast(pa.timestamp("ms"))
             zone = getattr(column.type, "tz", None)
             return column.cast(pa.timestamp("us", zone)).view(pa.int64()).to_numpy().view("datetime64[us]")
+    except UnicodeDecodeError:
+        raise SchemaError(f"field {name!r} has text that is not UTF-8: make it binary") from None
     except pa.ArrowException as error:
-        raise SchemaError(f"field {name!r}: {error}") from None
+        raise SchemaError(
+            f"field {name!r}: {error}; a column has whole microseconds in 64 bits: round the times"
+        ) from None
     if isinstance(kind, Tensor):
         return _elements(name, column, kind).reshape(len(column), *kind.shape)
     return _ragged(name, column, kind)
@@ -167,6 +190,10 @@ def _elements(name: str, column: pa.Array, kind: Tensor) -> NDArray[Any]:
     values = column
     if _is_list(column.type) and ((lengths := np.diff(column.offsets.to_numpy())) != kind.elements).any():
         raise _unfit(name, column, kind, f" with lists of {lengths.min()} to {lengths.max()} values")
+    if pa.types.is_fixed_size_list(values.type):
+        value_type, sizes = _value_type(values.type)
+        if not _is_list(value_type) and math.prod(sizes) != kind.elements:  # also of no row
+            raise _unfit(name, column, kind)
     while _is_list(values.type) or pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
     if values.null_count:

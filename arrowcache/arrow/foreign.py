@@ -34,8 +34,42 @@ from arrowcache.arrow.schema import (
     Timestamp,
 )
 from arrowcache.errors import SchemaError
+from arrowcache.units import did_you_mean
 
+_FORMATS = (  # first bytes, the format's name, what else to say of a file of it where another is wanted
+    (b"\x1f\x8b", "gzip", "it is compressed by gzip: decompress it"),
+    (b"BZh", "bzip2", "it is compressed by bzip2: decompress it"),
+    (b"\xfd7zXZ\0", "xz", "it is compressed by xz: decompress it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "it is compressed by zstd: decompress it"),
+    (b"\x04\x22\x4d\x18", "lz4", "it is compressed by lz4: decompress it"),
+    (b"PK\3\4", "zip", "it is a zip archive: unpack it"),
+    (b"7z\xbc\xaf\x27\x1c", "7z", "it is a 7z archive: unpack it"),
+    (b"PAR1", "Parquet", "it is a Parquet file"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5", "it is an HDF5 file"),
+    (b"CDF\1", "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4"),
+    (b"CDF\2", "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4"),
+    (b"\x93NUMPY", "npy", "it is a .npy file"),
+    (b"ARROW1", "Arrow", "it is an Arrow IPC file"),
+    (b"version https://git-lfs", "LFS", "it is a pointer of Git LFS: get the file by git lfs pull"),
+    (b"<", "HTML", "it is a page of HTML or XML, such as a server answers instead of the file: get the file anew"),
+)
+_TAR_AT = 257
 _DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # else the names are NumPy's
+
+
+def other_format(head: bytes, wanted: str) -> str:
+    """Say what a file is that is not of the wanted format, and what to do, by its first 512 bytes.
+
+    Args:
+        wanted: the format's name, such as "Parquet".
+    Returns: a clause; empty: it is of that format, or of none that is known.
+    """
+    if head[_TAR_AT:].startswith(b"ustar"):
+        return "" if wanted == "tar" else "it is a tar archive: unpack it"
+    for magic, name, clause in _FORMATS:
+        if head.startswith(magic):
+            return "" if name == wanted else clause
+    return ""
 
 
 def kind_of(field: pa.Field) -> FieldType:
@@ -119,12 +153,9 @@ def require_fields(fields: pa.Schema, schema: Schema) -> None:
 
     Raises: SchemaError: names the field, and those that come near one that is missing.
     """
-    import difflib  # 4 ms that only this takes
-
     for name, kind in schema.items():
         if (count := fields.names.count(name)) != 1:
-            near = difflib.get_close_matches(name, fields.names) if not count else []
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            hint = "" if count else did_you_mean(name, fields.names)
             what = "more than one field" if count else "no field"
             raise SchemaError(f"{what} {name!r}: {hint}it has {', '.join(fields.names)}")
         found = fields.field(name).type

@@ -37,7 +37,7 @@ from arrowcache.errors import SchemaError
 from arrowcache.units import did_you_mean
 
 _FORMATS = (  # first bytes, the format's name, what else to say of a file of it where another is wanted
-    (b"\x1f\x8b", "gzip", "it is compressed by gzip: decompress it"),
+    (b"\x1f\x8b\x08", "gzip", "it is compressed by gzip: decompress it"),
     (b"BZh", "bzip2", "it is compressed by bzip2: decompress it"),
     (b"\xfd7zXZ\0", "xz", "it is compressed by xz: decompress it"),
     (b"\x28\xb5\x2f\xfd", "zstd", "it is compressed by zstd: decompress it"),
@@ -46,13 +46,14 @@ _FORMATS = (  # first bytes, the format's name, what else to say of a file of it
     (b"7z\xbc\xaf\x27\x1c", "7z", "it is a 7z archive: unpack it"),
     (b"PAR1", "Parquet", "it is a Parquet file"),
     (b"\x89HDF\r\n\x1a\n", "HDF5", "it is an HDF5 file"),
-    (b"CDF\1", "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4"),
-    (b"CDF\2", "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4"),
+    *((start, "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4")
+      for start in (b"CDF\1", b"CDF\2", b"CDF\5")),
     (b"\x93NUMPY", "npy", "it is a .npy file"),
     (b"ARROW1", "Arrow", "it is an Arrow IPC file"),
     (b"version https://git-lfs", "LFS", "it is a pointer of Git LFS: get the file by git lfs pull"),
-    (b"<", "HTML", "it is a page of HTML or XML, such as a server answers instead of the file: get the file anew"),
-)
+    *((start, "HTML", "it is a page of HTML or XML, such as a server answers for a file: get the file anew")
+      for start in (b"<!DOCTYPE", b"<!doctype", b"<html", b"<HTML", b"<?xml")),
+)  # fmt: skip
 _TAR_AT = 257
 _DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # else the names are NumPy's
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from arrowcache.arrow.foreign import kind_of, require_fields, values_of
+from arrowcache.arrow.foreign import kind_of, other_format, require_fields, values_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import METADATA_KEY, RESERVED_NAMES, FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
@@ -220,7 +220,8 @@ def _damaged(path: Path, error: Exception) -> Exception:
     """What to raise instead: what the disk or the memory refuses is no damage."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
         return error
-    why = " ".join(str(error).split())
+    with path.open("rb") as file:
+        why = other_format(file.read(512), "Parquet") or " ".join(str(error).split())
     return SamplerError(f"{path}: cannot be read as Parquet: {why}")
 
 

@@ -127,10 +127,10 @@ class ObjectStore:
         )
         if not files:
             endings = Counter(_ending(info.path) for info in found if info.type == fs.FileType.File)
-            has = ", ".join(f"{count} of {ending or 'no ending'}" for ending, count in endings.most_common(5))
+            has = ", ".join(f"{count} {ending or 'without ending'}" for ending, count in endings.most_common(5))
             what = f"no file that ends in {' or '.join(suffixes)}" + (f"; it has {has}" if has else "")
-            if any(ending.endswith(_COMPRESSED) for ending in endings):
-                what += ": decompress them"
+            if packed := [ending for ending in endings if _unpacked(ending) in suffixes]:
+                what += f": decompress those that end in {' or '.join(packed)}"
             raise FileNotFoundError(errno.ENOENT, f"the folder has {what}", self.name(path))
         return files
 
@@ -277,6 +277,14 @@ def _ending(path: str) -> str:
     """What a file's name ends in, such as .tar.gz."""
     before, ending = os.path.splitext(path)
     return os.path.splitext(before)[1] + ending if ending in _COMPRESSED else ending
+
+
+def _unpacked(ending: str) -> str | None:
+    """What a compressed file's name ends in once it is not."""
+    before, packing = os.path.splitext(f"x{ending}")
+    if packing not in _COMPRESSED:
+        return None
+    return ".tar" if packing.startswith(".t") else before[1:]
 
 
 def _is_hidden(path: str) -> bool:

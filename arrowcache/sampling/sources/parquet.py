@@ -202,11 +202,10 @@ class ParquetRows(Source):
         return [self._store.name(file.path) for file in self._files]
 
     def _footer(self, file: ListedFile) -> _Footer:
-        name = self._store.name(file.path)
         try:
             return self._store.run(lambda: _footer(self._store, file, self._filter), file.path)
         except pa.ArrowException as error:
-            raise _damaged(name, error) from None
+            raise self._damaged(file, error) from None
 
     def _read(self, group: _RowGroup) -> pa.Table:
         """Read a row group of an open file; a file that failed is opened again."""
@@ -225,7 +224,13 @@ class ParquetRows(Source):
         try:
             return self._store.run(read, file.path)
         except pa.ArrowException as error:
-            raise _damaged(self._store.name(file.path), error) from None
+            raise self._damaged(file, error) from None
+
+    def _damaged(self, file: ListedFile, error: Exception) -> SamplerError:
+        why = self._store.other_format(file.path, "Parquet")
+        if not why:
+            why = " ".join(str(error).split()) + "; get the file anew, or leave it out"
+        return SamplerError(f"{self._store.name(file.path)}: cannot be read as Parquet: {why}")
 
 
 class _Footer(NamedTuple):
@@ -320,6 +325,8 @@ def _schema(
 
 
 def _inferred(file: str, fields: pa.Schema, columns: Sequence[str] | None) -> Schema:
+    if columns is not None and len(set(columns)) != len(columns):
+        raise ValueError(f"columns {columns} names a column twice")
     try:
         # require_fields finds duplicate names
         kinds = {field.name: kind_of(field) for field in fields if columns is None or field.name in columns}
@@ -362,7 +369,3 @@ def _joined(column: pa.ChunkedArray) -> pa.Array:
         return column.chunk(0)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
-
-def _damaged(name: str, error: Exception) -> SamplerError:
-    why = " ".join(str(error).split())
-    return SamplerError(f"{name}: cannot be read as Parquet: {why}; get the file anew, or leave it out")

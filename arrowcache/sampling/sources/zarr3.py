@@ -83,11 +83,11 @@ class ZarrArray:
 def _missing(store: ObjectStore, path: str, name: str) -> Exception:
     """What to raise where no array is: it may be of version 2, another file, or misspelt."""
     asked = path
-    if store.is_file(path):
-        what = store.other_format(path, "Zarr") or "it is a file, and an array is a folder"
-        return SamplerError(f"{name}: cannot be read as Zarr v3: {what}")
     with suppress(OSError):  # of folders above it, which may be another's
         while path:
+            if store.is_file(path):
+                what = store.other_format(path, "Zarr") or "it is a file, and an array is a folder"
+                return SamplerError(f"{name}: cannot be read as Zarr v3: {what}")
             if any(store.is_file(f"{path}/{part}") for part in _OF_VERSION_2):
                 what = (
                     "no array of Zarr v3: it is Zarr version 2, whose filters may run code of the file: convert it, "

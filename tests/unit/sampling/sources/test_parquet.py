@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -347,6 +348,29 @@ def test_a_damaged_file_is_an_error_that_names_it(folder):
     damaged.unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.parquet"):
         take(source, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b"PAR1"), "it is compressed by gzip: decompress it"),
+        (b"PK\3\4" + bytes(99), "it is a zip archive: unpack it"), (b"\x89HDF\r\n\x1a\n", "it is an HDF5 file"),
+        (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"), (b"<html>", "it is a page of HTML"),
+        (b"ARROW1\0\0", "it is an Arrow IPC file"), (b"PAR1" + bytes(99), "get the file anew"),
+    ],
+)  # fmt: skip
+def test_another_file_than_parquet_is_said_to_be_that(tmp_path, content, says):
+    (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(SamplerError, match=rf"x\.parquet: cannot be read as Parquet: .*{says}"):
+        ParquetRows(tmp_path)
+
+
+def test_a_column_that_is_misspelt_or_named_twice_is_an_error(folder):
+    for given in ({"columns": ["txt"]}, {"schema": {"txt": ac.String()}}, {"columns": ["id", "txt"]}):
+        with pytest.raises(SchemaError, match="no field 'txt': did you mean 'text'"):
+            ParquetRows(folder, **given)
+    with pytest.raises(ValueError, match="names a column twice"):
+        ParquetRows(folder, ["id", "id"])
 
 
 def test_an_empty_dataset_is_an_error(tmp_path):

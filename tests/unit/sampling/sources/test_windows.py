@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import struct
 import sys
 from pathlib import Path
@@ -405,8 +406,89 @@ def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):
 def test_zarr_v2_is_refused(tmp_path):
     zarr = pytest.importorskip("zarr", "3.0")
     zarr.create_array(tmp_path / "x.zarr", shape=(10,), chunks=(5,), dtype="int32", zarr_format=2)
-    with pytest.raises(FileNotFoundError, match="no array of Zarr v3"):
-        ArrayWindows(tmp_path / "x.zarr", (1,))
+    group = zarr.open_group(tmp_path / "group", mode="w", zarr_format=2)
+    group.create_array("x", shape=(10,), chunks=(5,), dtype="int32")
+    for uri in ("x.zarr", "x.zarr#x", "x.zarr/x", "group", "group#x", "group#y", "group/x"):
+        with pytest.raises(FileNotFoundError, match="no array of Zarr v3: it is Zarr version 2.*: convert it"):
+            ArrayWindows(f"{tmp_path}/{uri}", (1,))
+
+
+@pytest.fixture
+def hierarchy(tmp_path):
+    """Groups of arrays, as Zarr with and without consolidated metadata, and as HDF5."""
+    zarr, h5py = pytest.importorskip("zarr", "3.0"), pytest.importorskip("h5py")
+    names = ("signal", "sub/label", "sub/deeper/mask")
+    for name in ("a.zarr", "b"):
+        group = zarr.open_group(tmp_path / name, mode="w")
+        for array in names:
+            group.create_array(array, data=np.arange(4), chunks=(2,))
+        group.create_group("empty")
+        if name == "b":
+            zarr.consolidate_metadata(group.store)
+    with h5py.File(tmp_path / "c.h5", "w") as file:
+        for array in names:
+            file[array] = np.arange(4)
+        file["none"] = h5py.Empty("f4")
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("a.zarr", "a group: say which array; it has #signal, #sub/label, #sub/deeper/mask"),
+        ("b", "a group: say which array; it has #signal, #sub/deeper/mask, #sub/label"),
+        ("a.zarr#sub", "a group: say which array; it has #sub/label, #sub/deeper/mask"),
+        ("a.zarr/sub", "a group: say which array; it has #label, #deeper/mask"),
+        ("a.zarr#empty", "a group: say which array; it has none"),
+        ("a.zarr#sginal", "no array 'sginal' of Zarr v3: did you mean #signal"),
+        ("a.zarr/sginal", "no array 'sginal' of Zarr v3: did you mean #signal"),
+        ("b#signals", "no array 'signals' of Zarr v3: did you mean #signal"),
+        ("a.zarr#sub/lable", "no array 'lable' of Zarr v3: did you mean #label"),
+        ("a.zarr#nothing/alike", "no array 'nothing/alike' of Zarr v3: .*a.zarr has #signal, #sub/label"),
+        ("c.h5", "say which dataset; the file has #none, #signal, #sub/deeper/mask, #sub/label"),
+        ("c.h5#sub", "'sub' is a group: say which dataset; the file has #sub/deeper/mask, #sub/label"),
+        ("c.h5#sginal", "no dataset 'sginal'; did you mean #signal"),
+        ("c.h5#sub/lable", "no dataset 'sub/lable'; did you mean #sub/label"),
+        ("c.h5#none", "'none' is empty"),
+    ],
+)
+def test_a_group_and_a_misspelt_array_name_those_that_are_there(hierarchy, uri, says):
+    with pytest.raises((FileNotFoundError, SamplerError, SchemaError, ValueError), match=says):
+        ArrayWindows(f"{hierarchy}/{uri}", (2,))
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize("uri", ["b#signal", "b/sub#label", "a.zarr/sub#label", "a.zarr#sub/deeper/mask"])
+def test_a_name_after_a_hash_is_in_any_folder_that_is_there(hierarchy, uri):
+    with ArrayWindows(f"{hierarchy}/{uri}", (4,)) as source:
+        assert take(source, 1)[0]["data"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_group_of_many_arrays_names_some(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for number in range(50):
+            file[f"array{number:02}"] = [1]
+    with pytest.raises(ValueError, match="#array00, .*#array19 and 30 more"):
+        ArrayWindows(tmp_path / "x.h5", (1,))
+
+
+OTHERS = {
+    "gzip: decompress it": gzip.compress(b"abc"), "a zip archive: unpack it": b"PK\3\4" + bytes(99),
+    "a page of HTML": b"<?xml version='1.0'?>", "a tar archive: unpack it": bytes(257) + b"ustar" + bytes(250),
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1", "a netCDF file of version 3": b"CDF\1" + bytes(99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", OTHERS)
+@pytest.mark.parametrize("name", ["x.npy", "x.h5#y", "x.nc#y", "x.zarr", "x.zarr#y", "x.zarr.zip", "x.npz"])
+def test_another_file_is_said_to_be_that(tmp_path, name, says):
+    pytest.importorskip("h5py")
+    pytest.importorskip("zarr", "3.0")
+    (tmp_path / name.partition("#")[0]).write_bytes(OTHERS[says])
+    with pytest.raises(SamplerError, match=rf"{name}: cannot be read as .*: it is .*{says}"):
+        ArrayWindows(f"{tmp_path}/{name}", (1,))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from arrowcache.arrow.schema import METADATA_KEY, RESERVED_NAMES, FieldType, Sch
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
-from arrowcache.explore.noted import EXCLUDED, REASON, TAGS
+from arrowcache.explore.noted import EXCLUDED, NOTE_KEY, REASON, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
@@ -235,7 +235,8 @@ def _schema_of(path: Path) -> Schema:
 
 def _is_own(field: pa.Field) -> bool:
     """A column, also of such a name where a cache has exported it, and not a DataFrame's word on rows."""
-    return field.name not in _OF_ROWS or METADATA_KEY in (field.metadata or {})
+    metadata = field.metadata or {}
+    return NOTE_KEY not in metadata and (field.name not in _OF_ROWS or METADATA_KEY in metadata)
 
 
 def _checked_rows(path: Path, schema: Schema) -> int:

@@ -263,7 +263,7 @@ class Curves:
 
 def _curve(amounts: Sequence[float]) -> Markup:
     most, last = max(amounts, default=0) or 1, max(1, len(amounts) - 1)
-    points = " ".join(f"{at},{100 - 100 * amount / most:.1f}" for at, amount in enumerate(amounts))
+    points = " ".join(f"{at},{100 * (1 - amount / most):.1f}" for at, amount in enumerate(amounts))
     line = {"points": points, "fill": "none", "stroke": BLUE, "vector_effect": "non-scaling-stroke"}
     return element(
         "svg",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,43 @@ from arrowcache.arrow.schema import (
     Timestamp,
 )
 from arrowcache.errors import SchemaError
+from arrowcache.units import did_you_mean
 
+_FORMATS = (  # first bytes, the format's name, what else to say of a file of it where another is wanted
+    (b"\x1f\x8b\x08", "gzip", "it is compressed by gzip: decompress it"),
+    (b"BZh", "bzip2", "it is compressed by bzip2: decompress it"),
+    (b"\xfd7zXZ\0", "xz", "it is compressed by xz: decompress it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "it is compressed by zstd: decompress it"),
+    (b"\x04\x22\x4d\x18", "lz4", "it is compressed by lz4: decompress it"),
+    (b"PK\3\4", "zip", "it is a zip archive: unpack it"),
+    (b"7z\xbc\xaf\x27\x1c", "7z", "it is a 7z archive: unpack it"),
+    (b"PAR1", "Parquet", "it is a Parquet file"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5", "it is an HDF5 file"),
+    *((start, "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4")
+      for start in (b"CDF\1", b"CDF\2", b"CDF\5")),
+    (b"\x93NUMPY", "npy", "it is a .npy file"),
+    (b"ARROW1", "Arrow", "it is an Arrow IPC file"),
+    (b"version https://git-lfs", "LFS", "it is a pointer of Git LFS: get the file by git lfs pull"),
+    *((start, "HTML", "it is a page of HTML or XML, such as a server answers for a file: get the file anew")
+      for start in (b"<!DOCTYPE", b"<!doctype", b"<html", b"<HTML", b"<?xml")),
+)  # fmt: skip
+_TAR_AT = 257
 _DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # else the names are NumPy's
+
+
+def other_format(head: bytes, wanted: str) -> str:
+    """Say what a file is that is not of the wanted format, and what to do, by its first 512 bytes.
+
+    Args:
+        wanted: the format's name, such as "Parquet".
+    Returns: a clause; empty: it is of that format, or of none that is known.
+    """
+    if head[_TAR_AT:].startswith(b"ustar"):
+        return "" if wanted == "tar" else "it is a tar archive: unpack it"
+    for magic, name, clause in _FORMATS:
+        if head.startswith(magic):
+            return "" if name == wanted else clause
+    return ""
 
 
 def kind_of(field: pa.Field) -> FieldType:
@@ -63,10 +99,10 @@ def _kind_of_type(found: pa.DataType) -> FieldType | None:
         shape = tuple(found.shape)
         in_order = found.permutation is None or list(found.permutation) == list(range(len(shape)))
         return _tensor(found.value_type, shape) if in_order else None
-    found = _stored(found)
-    if pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_string_view(found):
+    found = plain_type(_stored(found))
+    if pa.types.is_string(found) or pa.types.is_large_string(found):
         return String()
-    if pa.types.is_binary(found) or pa.types.is_large_binary(found) or pa.types.is_binary_view(found):
+    if pa.types.is_binary(found) or pa.types.is_large_binary(found):
         return Binary()
     if pa.types.is_fixed_size_binary(found) and not pa.types.is_decimal(found):
         return Binary()
@@ -84,6 +120,17 @@ def _stored(found: pa.DataType) -> pa.DataType:
     if isinstance(found, pa.BaseExtensionType):
         return _stored(found.storage_type)
     return found.value_type if pa.types.is_dictionary(found) else found
+
+
+def plain_type(found: pa.DataType) -> pa.DataType:
+    """The type that `plain` gives columns of this one."""
+    if isinstance(found, pa.BaseExtensionType):
+        found = found.storage_type
+    if pa.types.is_string_view(found):
+        return pa.large_utf8()
+    if pa.types.is_binary_view(found):
+        return pa.large_binary()
+    return found  # lists of views are refused: pyarrow 26 casts them to lists with too few offsets
 
 
 def _value_type(found: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
@@ -107,12 +154,9 @@ def require_fields(fields: pa.Schema, schema: Schema) -> None:
 
     Raises: SchemaError: names the field, and those that come near one that is missing.
     """
-    import difflib  # 4 ms that only this takes
-
     for name, kind in schema.items():
         if (count := fields.names.count(name)) != 1:
-            near = difflib.get_close_matches(name, fields.names) if not count else []
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            hint = "" if count else did_you_mean(name, fields.names)
             what = "more than one field" if count else "no field"
             raise SchemaError(f"{what} {name!r}: {hint}it has {', '.join(fields.names)}")
         found = fields.field(name).type
@@ -122,15 +166,22 @@ def require_fields(fields: pa.Schema, schema: Schema) -> None:
             raise SchemaError(f"field {name!r}: {error}") from None
 
 
+def plain(column: pa.Array) -> pa.Array:
+    """A column of a file without an extension type or a view: one whose rows Arrow can take, filter and fill."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    known = plain_type(column.type)
+    return column if known == column.type else column.cast(known)
+
+
 def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:
     """A column of a file as a writer's `extend` takes it; numbers are converted where that is exact.
 
     Raises: SchemaError: what does not fit; names the field.
     """
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
+    column = plain(column)
     if isinstance(column, pa.DictionaryArray):
-        column = column.dictionary_decode()
+        column = plain(column.dictionary_decode())
     if not isinstance(kind, Tensor | Ragged) and type(_kind_of_type(column.type)) is not type(kind):
         raise _unfit(name, column, kind)
     if column.null_count:
@@ -145,8 +196,12 @@ def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:
                 column = column.cast(pa.timestamp("ms"))
             zone = getattr(column.type, "tz", None)
             return column.cast(pa.timestamp("us", zone)).view(pa.int64()).to_numpy().view("datetime64[us]")
+    except UnicodeDecodeError:
+        raise SchemaError(f"field {name!r} has text that is not UTF-8: make it binary") from None
     except pa.ArrowException as error:
-        raise SchemaError(f"field {name!r}: {error}") from None
+        raise SchemaError(
+            f"field {name!r}: {error}; a column has whole microseconds in 64 bits: round the times"
+        ) from None
     if isinstance(kind, Tensor):
         return _elements(name, column, kind).reshape(len(column), *kind.shape)
     return _ragged(name, column, kind)
@@ -167,6 +222,10 @@ def _elements(name: str, column: pa.Array, kind: Tensor) -> NDArray[Any]:
     values = column
     if _is_list(column.type) and ((lengths := np.diff(column.offsets.to_numpy())) != kind.elements).any():
         raise _unfit(name, column, kind, f" with lists of {lengths.min()} to {lengths.max()} values")
+    if pa.types.is_fixed_size_list(values.type):
+        value_type, sizes = _value_type(values.type)
+        if not _is_list(value_type) and math.prod(sizes) != kind.elements:  # also of no row
+            raise _unfit(name, column, kind)
     while _is_list(values.type) or pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
     if values.null_count:

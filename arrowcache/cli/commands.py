@@ -24,6 +24,7 @@ from arrowcache.cli.wording import of_shell
 from arrowcache.errors import ArrowCacheError, sentence_of
 from arrowcache.explore.observation import Observation, observe
 from arrowcache.explore.terminal import watch as watch_cache
+from arrowcache.reading.selection import INCLUDED
 from arrowcache.units import format_bytes, format_count
 
 __all__ = ["app", "changes", "run"]
@@ -166,10 +167,10 @@ def head(
     column: Columns = None,
     json: AsJson = False,
 ) -> None:
-    """The oldest rows."""
+    """The oldest rows, with their ids, `_seq` and `_row`, and what was noted of them."""
     from arrowcache.explore import frames
 
-    write_frame(frames.to_pandas(ac.Cache.open(cache), column or None, rows), json)
+    write_frame(frames.head(ac.Cache.open(cache), rows, column or None), json)
 
 
 @app.command()
@@ -264,11 +265,20 @@ def export(
         Path, typer.Argument(metavar="FOLDER", help="A new or an empty folder.", show_default=False)
     ],
     column: Columns = None,
+    rows: Annotated[
+        str,
+        typer.Option(
+            "--rows",
+            metavar="ROWS",
+            help="'included': what is not excluded; 'all': also that, with marks; a tag; or a row's id, 83:26.",
+        ),
+    ] = INCLUDED,
 ) -> None:
-    """Write a cache as Parquet files, which need no arrowcache."""
+    """Write rows of a cache as Parquet files, which need no arrowcache."""
     from arrowcache.explore.exchange import export_parquet
 
-    files = export_parquet(ac.Cache.open(cache), folder, column or None)
+    opened = ac.Cache.open(cache)
+    files = export_parquet(opened, folder, column or None, rows=rows)
     write(f"wrote {format_count(len(files), 'file')} to {folder}")
 
 

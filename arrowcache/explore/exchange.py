@@ -1,7 +1,8 @@
 """Exchange: a cache's rows as Parquet files for everybody, and Parquet files of anybody into a cache.
 
-Guarantees: a file under its name is complete, and was not there before; a value comes back as it was.
-Must never: overwrite a file, round a value, or leave out a row without an error.
+Guarantees: a file under its name is complete, and was not there before; a value comes back as it was; a row
+that is excluded is left out, or marked.
+Must never: overwrite a file, round a value, or leave out a row that was asked for without an error.
 
 Columns are written in types that every reader of Parquet knows; arrow/foreign.py has them back:
 
@@ -10,7 +11,7 @@ Columns are written in types that every reader of Parquet knows; arrow/foreign.p
     bool, bfloat16               bool, float32; a complex number is two elements
     Timestamp()                  timestamp[us, UTC]
 
-A field's metadata says, as in a segment, which type it was.
+A field's metadata says, as in a segment, which type it was, or that it is a row's id or a note.
 """
 
 from __future__ import annotations
@@ -20,16 +21,25 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
+from arrowcache.explore.noted import NOTE_KEY, Noted, select_with_notes
 from arrowcache.explore.numbers import bfloat16_values, elements, nested
 from arrowcache.explore.parquet import ParquetImport
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
+from arrowcache.reading.selection import ALL_ROWS, INCLUDED, Selection, require_rows
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.annotations import Annotations
+from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
+from arrowcache.storage.row_ids import ID_COLUMNS
+from arrowcache.storage.store import Store
+from arrowcache.units import did_you_mean, format_count
 
+SEQ = ID_COLUMNS[0]
 _GROUP_BYTES = 16 << 20  # of a row group
 _UTC = pa.timestamp("us", "UTC")
 
@@ -40,45 +50,87 @@ def export_parquet(
     folder: str | os.PathLike[str],
     columns: Sequence[str] | None = None,
     progress: bool | None = None,
+    *,
+    rows: object = INCLUDED,
 ) -> list[Path]:
-    """Write what a cache holds as Parquet files, one a segment, named `<seq>.parquet`.
+    """Write rows of a cache as Parquet files, one a segment, named `<seq>.parquet`.
 
-    It is one snapshot of everything, also of the oldest segments that an epoch would leave to the samplers.
+    It is one snapshot, also of the oldest segments that an epoch would leave to the samplers.
     A segment's lease ends when its file is complete. Any reader of Parquet reads them: their types are
     plain; `import_parquet` has the tensors back.
 
     Args:
         folder: a new or empty one, outside of the cache's.
-        columns: which; None for all.
+        columns: which, in this order; `_seq`, `_row` and notes can be named, too, as in `to_pandas`. None for all
+            that the cache has, and with rows="all" the notes behind them, if there are any.
         progress: show a bar; None: in a terminal or a notebook.
-    Returns: the files, oldest segment first; none of an empty cache.
+        rows: as of a Loader: "included" leaves out what is excluded; "all", with `_excluded`, `_reason`, `_tags`
+            and annotations as columns; a tag; ids, such as the result of `sql` with `_seq` and `_row`; or a
+            function of a segment's columns.
+    Returns: the files, oldest segment first, of the segments that have such rows; none of an empty cache.
     Blocks: while it is written. After an error complete files stay.
     Raises: FileExistsError: the folder holds something. OSError: a file cannot be written.
         CorruptSegmentError: a damaged segment, which was quarantined. ValueError: an unknown column, a
-        folder within the cache's.
+        folder within the cache's, rows that choose none of a cache that has some. TypeError, ValueError: rows
+        that say no rows; whatever a function of them raises.
     """
-    store, folder = store_of(cache), Path(folder).absolute()
+    store, folder, rows = store_of(cache), Path(folder).absolute(), require_rows(rows)
     schema = store.settings.schema
-    names = schema.select(columns, least=1)
     if folder.resolve().is_relative_to(store.folder.path.resolve()):
         raise ValueError(f"{folder} is in the cache's own folder: give another one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "the folder holds files already" if folder.is_dir() else "a file, and no folder"
         raise FileExistsError(errno.EEXIST, f"{what}: give a new or an empty one", str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     with Snapshot.take(store) as snapshot:
-        for segment, batch in walk(snapshot, names, "exporting", progress):
-            arrays = [_plain(batch.column(name), schema[name]) for name in names]
-            fields = [
-                pa.field(name, array.type, nullable=False, metadata=schema.arrow.field(name).metadata)
-                for name, array in zip(names, arrays, strict=True)
-            ]
-            path = folder / f"{segment.seq:020d}.parquet"
-            _write(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), path)
-            written.append(path)
-            del batch, arrays
+        noted = Noted(store, snapshot)
+        with_notes = columns is None and isinstance(rows, str) and rows == ALL_ROWS
+        given = (*schema, *noted.names) if with_notes else columns
+        names = select_with_notes(schema, noted, given)
+        notes = {name: noted.arrow(name) for name in names if name in noted.kinds}
+        snapshot.bitmaps = Selection(store, rows).of(snapshot)
+        if len(snapshot) and not snapshot.selected.size:
+            raise _none_chosen(store, rows, len(snapshot))
+        folder.mkdir(parents=True, exist_ok=True)
+        own, start = [name for name in names if name in schema], 0
+        for segment, batch in walk(snapshot, own or list(schema)[:1], "exporting", progress):
+            fields, arrays = [], []
+            for name in names:
+                if name in schema:
+                    array, metadata = _plain(batch.column(name), schema[name]), schema.arrow.field(name).metadata
+                else:
+                    array, metadata = _of_rows(name, notes, segment, start), {NOTE_KEY: b""}
+                fields.append(pa.field(name, array.type, nullable=name in notes, metadata=metadata))
+                arrays.append(array)
+            table = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+            if (bits := snapshot.bitmaps.get(segment.seq)) is not None:
+                mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=segment.rows)
+                table = table.filter(pa.array(mask.view(np.bool_)))
+            if len(table):
+                path = folder / f"{segment.seq:020d}.parquet"
+                _write(table, path)
+                written.append(path)
+            start += segment.rows
+            del batch, array, arrays, table
     return written
+
+
+def _of_rows(name: str, notes: Mapping[str, pa.Array], segment: SegmentInfo, start: int) -> pa.Array:
+    """Ids or notes of a segment's rows, whose first is row `start` of the snapshot."""
+    if name in notes:
+        return notes[name].slice(start, segment.rows)
+    return pa.array(np.full(segment.rows, segment.seq) if name == SEQ else np.arange(segment.rows), pa.int64())
+
+
+def _none_chosen(store: Store, rows: object, count: int) -> ValueError:
+    held = format_count(count, "row")
+    if isinstance(rows, str) and rows == INCLUDED:
+        return ValueError(f"all {held} are excluded: rows='all' exports them, with their marks")
+    if not isinstance(rows, str):
+        return ValueError(f"rows= chooses none of the {held}")
+    there = Annotations.of(store).notes.tags()
+    tags = f"there are the tags {', '.join(there)}" if there else "no row has a tag"
+    return ValueError(f"rows={rows!r} is the tag of none of the {held}: {did_you_mean(rows, there)}{tags}")
 
 
 def _plain(column: pa.Array, kind: FieldType) -> pa.Array:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
-from arrowcache.explore.noted import Noted
+from arrowcache.explore.noted import Noted, select_with_notes
 from arrowcache.explore.numbers import bfloat16_values
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
@@ -30,29 +30,36 @@ _ID_KINDS = dict.fromkeys(ID_COLUMNS, Tensor("int64"))
 _Kinds = Mapping[str, FieldType | None]  # None: lists of texts
 
 
-def head(cache: AnyCache, n: int = 5) -> pd.DataFrame:
-    """The oldest rows, as `to_pandas` gives them.
+def head(cache: AnyCache, n: int = 5, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """The oldest rows, as `to_pandas` gives them, always with `_seq`, `_row` and what was noted of them.
 
     Args:
         n: at most so many.
+        columns: which, between the ids and the notes; None for all.
     Raises: as `to_pandas`.
     """
-    return to_pandas(cache, limit=n)
+    n = parse_count(n, "n", least=0)
+    with Snapshot.take(store := store_of(cache)) as snapshot:
+        ids = np.arange(min(n, len(snapshot)))
+        return frame_of(snapshot, store, ids, _with_ids(store, snapshot, columns))
 
 
-def sample(cache: AnyCache, n: int = 5, seed: int = 0) -> pd.DataFrame:
-    """Rows drawn at random from all, none of them twice, as `to_pandas` gives them.
+def sample(
+    cache: AnyCache, n: int = 5, seed: int = 0, columns: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """Rows drawn at random from all, none of them twice, with the columns that `head` has.
 
     Args:
         n: at most so many, in the order in which they were drawn.
         seed: the same draws the same rows, of the same segments.
+        columns: as of `head`.
     Raises: as `to_pandas`.
     """
     n, seed = parse_count(n, "n", least=0), parse_count(seed, "seed", least=0, most=None)
     with Snapshot.take(store := store_of(cache)) as snapshot:
         rng = np.random.default_rng(seed)
         ids = rng.choice(len(snapshot), size=min(n, len(snapshot)), replace=False)
-        return frame_of(snapshot, store, ids.astype(np.int64))
+        return frame_of(snapshot, store, ids.astype(np.int64), _with_ids(store, snapshot, columns))
 
 
 def rows(
@@ -140,18 +147,23 @@ def _gathered(
 ) -> tuple[_Kinds, Mapping[str, ColumnData]]:
     """The chosen columns, `_seq`, `_row` and notes among them: their types, and their values of some rows."""
     schema, noted = store.settings.schema, Noted(store, snapshot)
-    chosen = (*ID_COLUMNS, *schema, *noted.names) if columns is None else columns
-    if not isinstance(chosen, str) and hasattr(chosen, "__iter__"):
-        chosen = tuple(chosen)
-        others = {*ID_COLUMNS, *noted.kinds}
-        names = schema.select([name for name in chosen if name not in others], least=not chosen)
-    else:
-        names = schema.select(chosen)  # raises
+    chosen = select_with_notes(
+        schema, noted, (*ID_COLUMNS, *schema, *noted.names) if columns is None else columns
+    )
+    names = [name for name in chosen if name in schema]
     kinds = _ID_KINDS | noted.kinds | dict(schema)
     gathered = snapshot.gather(ids, names)
     values = {**snapshot.locate(ids), **{name: _as_numbers(kinds[name], gathered[name]) for name in names}}
     values |= {name: noted.column(name)[ids] for name in noted.kinds if name in chosen}
     return {name: kinds[name] for name in chosen}, values
+
+
+def _with_ids(store: Store, snapshot: Snapshot, columns: Sequence[str] | None) -> Sequence[str] | None:
+    """These columns between the ids and the notes of rows."""
+    if columns is None or isinstance(columns, str) or not hasattr(columns, "__iter__"):
+        return columns
+    own, noted = [name for name in columns if name not in ID_COLUMNS], Noted(store, snapshot).names
+    return [*ID_COLUMNS, *own, *(name for name in noted if name not in own)]
 
 
 def _as_numbers(kind: FieldType | None, values: ColumnData) -> ColumnData:

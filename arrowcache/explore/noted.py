@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Schema, String, Tensor
@@ -15,8 +16,10 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS, Notes
+from arrowcache.storage.row_ids import ID_COLUMNS
 from arrowcache.storage.store import Store
 
+NOTE_KEY = b"arrowcache.note"  # of a field of a file that was exported: no column of the cache
 EXCLUDED, REASON, TAGS = "_excluded", "_reason", "_tags"
 _KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), REASON: String(), TAGS: None}
 
@@ -33,6 +36,14 @@ class Noted:
         #: Those that say something.
         self.names = [name for name in self.kinds if name not in _KINDS or self._notes.version(MARKS)]
 
+    def arrow(self, name: str) -> pa.Array:
+        """One column of all rows, with nulls for what is not said."""
+        kind = self.kinds[name]
+        arrow_type = pa.list_(pa.utf8()) if kind is None else kind.arrow_type
+        if name == EXCLUDED:
+            arrow_type = pa.bool_()
+        return pa.array(self.column(name), arrow_type, from_pandas=True)
+
     def column(self, name: str) -> NDArray[Any]:
         """One column of all rows, (rows,): bool; texts, or None; lists of texts; or float64, NaN for none."""
         if name == EXCLUDED:
@@ -47,6 +58,19 @@ class Noted:
             for at in np.flatnonzero(self._notes.tagged(self._rows, tag)).tolist():
                 tags[at].append(tag)
         return tags
+
+
+def select_with_notes(schema: Schema, noted: Noted, columns: object) -> tuple[str, ...]:
+    """As `Schema.select`, of at least one column, where ids and notes can be named, too. None: the cache's own."""
+    if columns is None or isinstance(columns, str) or not hasattr(columns, "__iter__"):
+        return schema.select(columns)  # or raises
+    chosen: tuple[str, ...] = tuple(columns)
+    others = [name for name in chosen if name in (*ID_COLUMNS, *noted.kinds)]
+    own = [name for name in chosen if name not in others]
+    schema.select(own, least=not others)
+    if len(set(others)) != len(others):
+        raise ValueError(f"columns {chosen} names a column twice")
+    return chosen
 
 
 def annotated(store: Store) -> Schema:

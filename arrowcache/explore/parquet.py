@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from arrowcache.arrow.foreign import kind_of, require_fields, values_of
+from arrowcache.arrow.foreign import kind_of, other_format, require_fields, values_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import METADATA_KEY, RESERVED_NAMES, FieldType, Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
-from arrowcache.explore.noted import EXCLUDED, REASON, TAGS
+from arrowcache.explore.noted import EXCLUDED, NOTE_KEY, REASON, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
@@ -220,7 +220,8 @@ def _damaged(path: Path, error: Exception) -> Exception:
     """What to raise instead: what the disk or the memory refuses is no damage."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
         return error
-    why = " ".join(str(error).split())
+    with path.open("rb") as file:
+        why = other_format(file.read(512), "Parquet") or " ".join(str(error).split())
     return SamplerError(f"{path}: cannot be read as Parquet: {why}")
 
 
@@ -234,7 +235,8 @@ def _schema_of(path: Path) -> Schema:
 
 def _is_own(field: pa.Field) -> bool:
     """A column, also of such a name where a cache has exported it, and not a DataFrame's word on rows."""
-    return field.name not in _OF_ROWS or METADATA_KEY in (field.metadata or {})
+    metadata = field.metadata or {}
+    return NOTE_KEY not in metadata and (field.name not in _OF_ROWS or METADATA_KEY in metadata)
 
 
 def _checked_rows(path: Path, schema: Schema) -> int:

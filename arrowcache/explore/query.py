@@ -110,7 +110,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
             shown = [
                 name for name in noted.kinds if (asked.names_all and name in noted.names) or asked.names(name)
             ]
-            notes = {name: _noted(noted.kinds[name], noted.column(name)) for name in shown}
+            notes = {name: noted.arrow(name) for name in shown}
             batches = create_view(connection, snapshot, schema, list(schema), notes=notes)
         for name in schema:
             if asked.names_all or asked.names(name):  # of the others it would read page by page, and be right
@@ -325,11 +325,6 @@ def _require_number(function: str, column: str, name: str, kind: FieldType) -> N
 
 def _is_complex(kind: FieldType | None) -> bool:
     return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith("complex")
-
-
-def _noted(kind: FieldType | None, values: NDArray[Any]) -> pa.Array:
-    arrow_type = pa.list_(pa.utf8()) if kind is None else kind.arrow_type
-    return pa.array(values, arrow_type, from_pandas=True)
 
 
 def _announce(column: pa.Array) -> None:

@@ -1,7 +1,9 @@
 """Serving: the explorer in a browser, without Jupyter: a page on this machine alone, for who has its address.
 
 The address has a token that is good for one opening; the page goes on by a cookie. A request that names
-another host or comes from another page is refused, so that no site in the same browser reaches it.
+another host or comes from another page is refused, so that no site in the same browser reaches it. The
+browser that is started here gets the address without its token, since everybody sees how it was started: the
+kernel says that the connection is one of this user. So there is no file, and nothing to leave behind.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import json
 import os
 import queue
 import secrets
+import socket
 import struct
 import sys
-import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable
@@ -35,13 +37,15 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>{0}</title>
 <body style="font-family: system-ui, sans-serif; margin: 1em 1.5em"><h3>{0}</h3>
 <div id="says"></div><div id="here"></div><script type="module" src="/page.js"></script>
 """
-_WAY = '<!doctype html><meta http-equiv="refresh" content="0; url={0}"><a href="{0}">The explorer</a>\n'
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; img-src data:; media-src data:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
 }
+_USED = "This address was used already, or is another's: open the one that the terminal shows, or start anew."
+_CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
+_ESTABLISHED = "01"
 _MOST_ASKED_BYTES = 16 << 20
 _NICENESS = 10  # whoever samples or trains on this machine goes first
 
@@ -51,7 +55,7 @@ def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
 
     Args:
         say: is told the address.
-        opens: open a browser there, by a file that only this user reads: everybody sees how it was started.
+        opens: open a browser there.
     """
     page = queue.SimpleQueue[str]()
     if opens:  # in a thread, which a browser in the terminal keeps; begun first, so that no browser is nice
@@ -59,13 +63,10 @@ def serve(cache: Cache, say: Callable[[str], None], opens: bool = True) -> None:
     os.nice(_NICENESS)
     with (
         contextlib.closing(explore.open(cache)) as shown,
-        Server(shown, str(cache.path)) as server,
-        tempfile.NamedTemporaryFile("w", prefix="arrowcache-", suffix=".html") as way,
+        Server(shown, str(cache.path), opens) as server,
     ):
         say(server.url)
-        way.write(_WAY.format(server.url))
-        way.flush()
-        page.put(Path(way.name).as_uri())
+        page.put(f"http://{server.host}/")
         try:
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:
@@ -76,17 +77,20 @@ class Server(ThreadingHTTPServer):
     """Serves one widget, on a port of 127.0.0.1. `url` is to be opened once; `serve_forever` answers.
 
     Whoever else uses the widget meanwhile holds `lock`.
+
+    Args:
+        opens: a browser of this user may come once without the token.
     """
 
     daemon_threads = True  # a request in progress keeps nobody
     block_on_close = False
 
-    def __init__(self, widget: Explorer, title: str) -> None:
+    def __init__(self, widget: Explorer, title: str, opens: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.host = f"127.0.0.1:{self.server_port}"
         self.cookie, token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.url = f"http://{self.host}/?token={token}"
-        self.lock, self.tokens = threading.Lock(), {token: True}  # a token is taken once
+        self.lock, self.tokens = threading.Lock(), {token: True, "": opens}  # a token is taken once
         self._wire = widget.comm = _Wire()
         self.files = {
             "/": ("text/html", _PAGE.format(html.escape(title))),
@@ -135,11 +139,12 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, token = self.path.partition("?token=")
-        if path == "/" and self._is_ours() and self.server.tokens.pop(token, False):
+        may_enter = path == "/" and self._is_ours() and (token or self._is_of_this_user())
+        if may_enter and self.server.tokens.pop(token, False):
             cookie = f"{self._cookie}={self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"
             self._write(200, *self.server.files["/"], {"Set-Cookie": cookie})
         elif not self._is_known():
-            self._write(403, "text/plain", "This address was used already, or is another's: start anew.")
+            self._write(403, "text/plain", _USED)
         elif path in self.server.files:
             self._write(200, *self.server.files[path])
         else:
@@ -166,6 +171,10 @@ class _Answer(BaseHTTPRequestHandler):
         given = self.headers.get("Cookie", "").encode().split(b";")  # those of others in whatever form
         return self._is_ours() and any(secrets.compare_digest(one.strip(), own) for one in given)
 
+    def _is_of_this_user(self) -> bool:
+        peer, own = self.connection.getpeername(), self.connection.getsockname()
+        return owner_of_connection(peer, own) == os.geteuid()
+
     @property
     def _cookie(self) -> str:
         return f"arrowcache-{self.server.server_port}"  # cookies of a host are those of all its ports
@@ -181,3 +190,24 @@ class _Answer(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Say nothing: the terminal is for the address."""
+
+
+def owner_of_connection(local: tuple[str, int], remote: tuple[str, int]) -> int | None:
+    """The user who has one end of a connection between two ends of this machine, by (IPv4 address, port).
+
+    Returns: its uid, as the kernel lists it; None: there is no such connection, or not any more.
+    """
+    for listed in _CONNECTIONS:
+        ends = [_end(*end, is_mapped=listed.endswith("6")) for end in (local, remote)]
+        with contextlib.suppress(OSError), open(listed, encoding="ascii") as lines:  # no IPv6 here
+            for _, local_end, remote_end, state, _, _, _, uid, *_ in map(str.split, lines):
+                if [local_end, remote_end] == ends and state == _ESTABLISHED:
+                    return int(uid)
+    return None
+
+
+def _end(address: str, port: int, is_mapped: bool) -> str:
+    """One end of a connection as the kernel lists it: 32 bits at a time, in this machine's byte order."""
+    packed = bytes(10) + b"\xff\xff" if is_mapped else b""
+    packed += socket.inet_aton(address)
+    return "".join(f"{part:08X}" for (part,) in struct.iter_unpack("=I", packed)) + f":{port:04X}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from arrowcache.arrow.schema import FieldType
 from arrowcache.display import shorten
@@ -27,6 +28,27 @@ class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type informat
     @property
     def _constructor(self) -> Callable[..., Rows]:
         return Rows
+
+    def to_parquet(self, path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As pandas does it. Tensors are nested lists, of a fixed size where all have one shape.
+
+        `import_parquet` and `ParquetRows` have them back as tensors. A complex number is a list of two.
+        `export_parquet(cache, folder, rows=frame)` writes the rows of a large result without a copy in memory.
+        """
+        plain, types = pd.DataFrame(self), dict[str, pa.DataType]()
+        for name in [name for name in self.columns if plain[name].dtype.kind in "Oc"]:
+            values = [_in_pairs(value) for value in plain[name].to_numpy()]
+            if (found := _list_type(values)) is not None:
+                types[name] = found
+                plain[name] = pd.Series([_as_lists(value) for value in values], plain.index, object)
+        if types and "schema" not in kwargs:
+            if kwargs.get("index") is None and not self.index.equals(pd.RangeIndex(len(self))):
+                kwargs["index"] = True  # a schema of ours would lose it
+            others = pa.Schema.from_pandas(plain.drop(columns=list(types)), kwargs.get("index"))
+            fields = {field.name: field for field in others} | {name: pa.field(name, types[name]) for name in types}
+            order = [*map(str, plain.columns), *(name for name in others.names if name not in plain.columns)]
+            kwargs["schema"] = pa.schema([fields[name] for name in order])
+        return plain.to_parquet(path, *args, **kwargs)
 
     def _repr_html_(self) -> str | None:
         kinds = getattr(self, "kinds", {})
@@ -66,3 +88,34 @@ def _formatter(kind: FieldType | None) -> Callable[[Any], str]:
             return html.escape(shorten(f"cannot be drawn: {sentence_of(error)}", _MOST_TEXT))
 
     return cell
+
+
+def _in_pairs(value: Any) -> Any:
+    """Complex numbers as pairs; anything else as it is."""
+    if isinstance(value, np.ndarray | np.complexfloating) and value.dtype.kind == "c":
+        return np.stack([value.real, value.imag], axis=-1)
+    return value
+
+
+def _list_type(values: Sequence[Any]) -> pa.DataType | None:
+    """The Arrow type of some arrays; None: they are none, or none that one type holds."""
+    arrays = [value for value in values if value is not None]
+    if not arrays or not all(type(value) is np.ndarray and value.ndim for value in arrays):
+        return None
+    first = max(arrays, key=lambda value: value.size > 0)  # an empty list of SQL has lost its dtype
+    if first.dtype.kind not in "biuf" or any(value.size and value.dtype != first.dtype for value in arrays):
+        return None
+    shapes = {value.shape for value in arrays}
+    inner = {shape[1:] for shape in shapes}
+    if len(inner) > 1:
+        return None
+    found = pa.from_numpy_dtype(first.dtype)
+    sizes = first.shape if len(shapes) == 1 else (0, *first.shape[1:])
+    for size in reversed(sizes):
+        found = pa.list_(found, size or -1)  # Parquet has no lists of a fixed size of 0
+    return found
+
+
+def _as_lists(value: Any) -> Any:
+    """An array as lists of arrays of one axis, which Arrow takes."""
+    return [_as_lists(part) for part in value] if isinstance(value, np.ndarray) and value.ndim > 1 else value

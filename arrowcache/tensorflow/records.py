@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 import xxhash
 
+from arrowcache.arrow.foreign import other_format
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.storage.file_rows import fingerprint
@@ -95,9 +96,11 @@ def place(path: str, number: int) -> str:
 
 
 def _damaged(path: str, number: int, compression: str | None, reason: str) -> SamplerError:
+    with tf.io.gfile.GFile(path, "rb") as file:
+        what = other_format(file.read(512), "gzip" if compression == "GZIP" else "TFRecord")
     return SamplerError(
-        f"{place(path, number)}: cannot be read with compression={compression!r}: {reason}; get the file "
-        f"anew, or leave it out, or say which of {COMPRESSIONS} it has"
+        f"{place(path, number)}: cannot be read with compression={compression!r}: "
+        f"{what or f'{reason}; get the file anew, or leave it out'}, or say which of {COMPRESSIONS} it has"
     )
 
 

@@ -578,8 +578,10 @@ def test_what_is_missing_is_empty_or_null(call, cache):
 @pytest.mark.slow
 def test_columns_are_chosen_by_name(call, cache, tmp_path):
     pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
-    assert call("head", cache.path, "-n", "1", "--column", "id")[1] == "id\n0\n"
-    assert table(call("head", cache.path, "-n", "1", "-c", "image", "-c", "id")[1])[0] == ["image", "id"]
+    assert call("head", cache.path, "-n", "1", "--column", "id")[1] == "_seq\t_row\tid\n0\t0\t0\n"
+    shown = table(call("head", cache.path, "-n", "1", "-c", "image", "-c", "id")[1])
+    assert shown[0] == ["_seq", "_row", "image", "id"]
+    assert table(call("head", cache.path, "-c", "_row", "-c", "id")[1])[0] == ["_seq", "_row", "id"]
     assert len(table(call("describe", cache.path, "-c", "id")[1])) == 2
     assert call("export", cache.path, tmp_path / "parquet", "-c", "id")[0] == OK
     assert call("import", tmp_path / "parquet", tmp_path / "ids", "--capacity", "1GiB")[0] == OK
@@ -588,6 +590,27 @@ def test_columns_are_chosen_by_name(call, cache, tmp_path):
         code, out, err = call(*arguments_of(command, cache.path), "-c", "imag")
         assert (code, out, err.count("\n")) == (USAGE, "", 1)
         assert "unknown column 'imag': did you mean 'image'?" in err
+
+
+def test_rows_are_shown_and_exported_with_their_ids_and_marks(call, cache, tmp_path):
+    pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
+    cache.exclude([(0, 1)], reason="bad")
+    cache.tag([(0, 2), (1, 3)], "hard")
+    head, *rows = table(call("head", cache.path, "-n", "3", "-c", "id")[1])
+    assert head == ["_seq", "_row", "id", "_excluded", "_reason", "_tags"]
+    assert [row[:5] for row in rows][1] == ["0", "1", "1", "True", "bad"]
+    for given, exported, marked in (
+        ([], 159, False), (["--rows", "included"], 159, False), (["--rows", "all"], 160, True),
+        (["--rows", "hard"], 2, False), (["--rows", "1:3"], 1, False),
+    ):  # fmt: skip
+        folder = tmp_path / f"out{exported}{len(given)}"
+        assert call("export", cache.path, folder, *given)[0] == OK
+        found = pd.read_parquet(folder)
+        assert (len(found), "_excluded" in found.columns) == (exported, marked)
+    assert set(pd.read_parquet(tmp_path / "out22")["id"]) == {2, 19}
+    code, _, err = call("export", cache.path, tmp_path / "none", "--rows", "hrad")
+    assert (code, "did you mean 'hard'?" in err) == (USAGE, True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_describe_has_a_row_a_column(call, cache):

@@ -13,6 +13,7 @@ import arrowcache as ac
 from arrowcache import explore
 from arrowcache.arrow.foreign import kind_of
 from arrowcache.explore import exchange
+from arrowcache.sampling.sources import ParquetRows
 from arrowcache.explore.exchange import export_parquet, import_parquet
 
 SIZES = {"capacity": "8MiB", "segment_bytes": "1MiB"}
@@ -142,6 +143,104 @@ def test_an_unknown_column_makes_no_folder(cache, tmp_path):
     with pytest.raises(ValueError, match="did you mean 'image'"):
         export_parquet(cache, tmp_path / "out", ["imag"])
     assert not (tmp_path / "out").exists()
+
+
+# rows
+
+ROWS = [
+    ("included", [0, *range(2, 48)]), ("all", range(48)), ("hard", [2, 19]), ("1:3", [19]), ([(0, 1), (0, 2)], [2]),
+    (np.array([[0, 0], [2, 5]]), [0, 37]), (lambda columns: columns["id"] % 16 == 1, [17, 33]),
+    ({"_seq": [2, 2, 0], "_row": [7, 7, 0]}, [0, 39]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "ids"), ROWS)
+def test_the_rows_that_are_exported_are_those_that_a_loader_would_read(cache, tmp_path, rows, ids):
+    cache.exclude([(0, 1)], reason="bad")
+    cache.tag([(0, 1), (0, 2), (1, 3)], "hard")
+    files = export_parquet(cache, tmp_path / "out", rows=rows)
+    table = pa.concat_tables([pq.read_table(file) for file in files])
+    assert table["id"].to_pylist() == [*ids]
+    assert all(pq.read_metadata(file).num_rows for file in files)
+    assert "_excluded" not in table.column_names or rows == "all"
+    with ac.Loader(cache, 1, shuffle=None, rows=rows) as loader:
+        assert [int(batch["id"][0]) for batch in loader] == [*ids]
+
+
+def test_all_rows_are_exported_with_their_marks_which_are_no_columns_of_another_cache(cache, tmp_path):
+    assert pq.read_table(export_parquet(cache, tmp_path / "plain", rows="all")[0]).column_names == ["id", "image"]
+    cache.exclude([(0, 1), (2, 0)], reason="bad")
+    cache.tag([(1, 3)], "hard")
+    cache.annotate([(0, 2)], loss=[0.5])
+    files = export_parquet(cache, tmp_path / "out", rows="all")
+    table = pa.concat_tables([pq.read_table(file) for file in files])
+    assert table.column_names == ["id", "image", "_excluded", "_reason", "_tags", "loss"]
+    assert table.filter(table["_excluded"])["id"].to_pylist() == [1, 32]
+    assert [reason for reason in table["_reason"].to_pylist() if reason] == ["bad", "bad"]
+    assert table["_tags"].to_pylist()[19] == ["hard"]
+    assert [value for value in table["loss"].to_pylist() if value is not None] == [0.5]
+    import_parquet(files, tmp_path / "back", **SIZES)
+    assert ac.Cache.open(tmp_path / "back").schema == cache.schema
+
+
+def test_ids_and_notes_can_be_named_as_columns(cache, tmp_path):
+    cache.tag([(1, 3)], "hard")
+    (file,) = export_parquet(cache, tmp_path / "out", ["_row", "id", "_seq", "_tags"], rows="hard")
+    assert pq.read_table(file).to_pydict() == {"_row": [3], "id": [19], "_seq": [1], "_tags": [["hard"]]}
+    assert len(export_parquet(cache, tmp_path / "ids", ["_seq", "_row"])) == 3
+    for columns in (["_seq", "_seq"], ["_seq", "imag"], []):
+        with pytest.raises(ValueError, match="twice|did you mean|empty"):
+            export_parquet(cache, tmp_path / "none", columns)
+
+
+def test_rows_that_choose_nothing_are_an_error_and_make_no_folder(cache, tmp_path):
+    cache.tag([(1, 3)], "hard")
+    cache.exclude([(1, 3)])
+    for rows, says in (
+        ("hrad", "did you mean 'hard'"),
+        (lambda columns: columns["id"] < 0, "none of the 48 rows"),
+        ("1:3", "none of the 48 rows"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            export_parquet(cache, tmp_path / "out", rows=rows)
+    with pytest.raises(TypeError, match="rows must be 'included', 'all', a tag"):
+        export_parquet(cache, tmp_path / "out", rows=7)
+    cache.exclude([(seq, row) for seq in range(3) for row in range(16)])
+    with pytest.raises(ValueError, match="all 48 rows are excluded: rows='all' exports them"):
+        export_parquet(cache, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rows_of_a_query_are_exported(cache, tmp_path):
+    pytest.importorskip("duckdb", reason="the extra 'explore' is not installed")
+    cache.exclude([(0, 1)])
+    found = explore.sql(cache, "select _seq, _row from cache where id % 16 = 1 and not _excluded")
+    files = export_parquet(cache, tmp_path / "out", rows=found)
+    assert [pq.read_table(file)["id"].to_pylist() for file in files] == [[17], [33]]
+    with pytest.raises(ValueError, match="no column _seq and no _row"):
+        export_parquet(cache, tmp_path / "none", rows=explore.sql(cache, "select id from cache"))
+
+
+@pytest.mark.parametrize("made_by", ["to_pandas", "sql", "sample", "a part"])
+def test_tensors_of_a_frame_are_written_as_parquet_and_come_back(varied, tmp_path, made_by):
+    pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
+    pytest.importorskip("duckdb", reason="the extra 'explore' is not installed")
+    frame = {
+        "to_pandas": lambda: explore.to_pandas(varied), "sql": lambda: explore.sql(varied, "select * from cache"),
+        "sample": lambda: explore.sample(varied, 9), "a part": lambda: explore.to_pandas(varied).iloc[3:9:2],
+    }[made_by]()  # fmt: skip
+    frame.to_parquet(tmp_path / "x.parquet")
+    back = pd.read_parquet(tmp_path / "x.parquet")
+    assert [*back.columns] == [*frame.columns]
+    assert back.index.equals(frame.index)
+    table = pq.read_table(tmp_path / "x.parquet")
+    for name, kind in varied.schema.items():
+        if isinstance(kind, ac.Tensor) and kind.shape and not kind.dtype.startswith("complex"):
+            assert table.schema.field(name).type.list_size == kind.shape[0]
+            for found, wanted in zip(table[name].to_pylist(), frame[name], strict=True):
+                np.testing.assert_array_equal(np.array(found, wanted.dtype), wanted)
+    source = ParquetRows(tmp_path / "x.parquet", ["tensor_int16", "boxes"])
+    assert {**source.schema} == {name: varied.schema[name] for name in source.schema}
 
 
 # files of others

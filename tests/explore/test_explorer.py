@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime as dt
 import gc
 import http.client
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import duckdb
 
 import arrowcache as ac
 from arrowcache import explore
+from arrowcache.explore import serving
 from arrowcache.explore.large import large, slice_html
 from arrowcache.explore.serving import Server
 
@@ -609,14 +612,23 @@ def test_the_command_prints_an_address_and_ends_at_ctrl_c(numbers):
 
 #: As one in a terminal: whoever starts it waits for its end. It says what it was given and what it got.
 BROWSER = """#!{python}
-import json, os, pathlib, re, sys, urllib.request
-way = urllib.request.urlopen(sys.argv[1]).read().decode()
-mode = os.stat(sys.argv[1].removeprefix("file://")).st_mode & 0o777
-got = urllib.request.urlopen(re.search('url=(.*?)"', way)[1], timeout=60).read().decode()
-seen = {{"given": sys.argv[1:], "mode": mode, "got": got, "niceness": os.nice(0)}}
+import json, os, pathlib, sys, urllib.request
+got = urllib.request.urlopen(sys.argv[1], timeout=60).read().decode()
+seen = {{"given": sys.argv[1:], "got": got, "niceness": os.nice(0)}}
 pathlib.Path("{seen}.part").write_text(json.dumps(seen))
 os.rename("{seen}.part", "{seen}")
 """
+
+
+def start_explore(cache, folder, browser):
+    """The command with a browser of its own, in an empty folder, where its temporary files are, too."""
+    work = folder / "tmp"
+    work.mkdir()
+    ours = os.environ | {"BROWSER": str(browser), "TMPDIR": str(work)}
+    command = [sys.executable, "-m", "arrowcache", "explore", str(cache.path)]
+    return subprocess.Popen(
+        command, env=ours, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
@@ -624,24 +636,107 @@ def test_the_command_answers_a_browser_in_the_terminal(numbers, tmp_path):
     browser, seen = tmp_path / "browser", tmp_path / "seen"
     browser.write_text(BROWSER.format(python=sys.executable, seen=seen))
     browser.chmod(0o755)
-    command = [sys.executable, "-m", "arrowcache", "explore", str(numbers.path)]
-    ours = os.environ | {"BROWSER": str(browser)}
-    with subprocess.Popen(
-        command, env=ours, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with start_explore(numbers, tmp_path, browser) as process:
         try:
             wait_until(seen.exists, "the browser to have its page")
             process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=60)[1] == ""
+            said, errors = process.communicate(timeout=60)
         finally:
             process.kill()
+    assert errors == ""
     found = json.loads(seen.read_text())
     assert "page.js" in found["got"]
     assert found["niceness"] == os.nice(0)
-    (way,) = found["given"]
-    assert way.startswith("file://")  # its command is everybody's to read, and the address has a token
-    assert found["mode"] == 0o600
-    assert not os.path.exists(way.removeprefix("file://"))
+    (url,) = found["given"]  # everybody's to read
+    assert said.strip().startswith(f"{url}?token=")
+    assert "token" not in url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGINT])
+def test_the_command_leaves_no_file_however_it_ends(numbers, tmp_path, ended_by):
+    with start_explore(numbers, tmp_path, "true") as process:
+        try:
+            url = process.stdout.readline().strip()
+            _, _, token = url.partition("/?token=")
+            files = set((tmp_path / "tmp").rglob("*"))
+            process.send_signal(ended_by)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert token
+    assert not any(token in file.read_text(errors="ignore") for file in files if file.is_file())
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_browser_that_was_started_here_comes_once_without_the_token(shown):
+    with Server(shown, "a <title>", opens=True) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert answer(server, "GET", "/", Host="example.org")[0] == 403
+            assert answer(server, "GET", "/", Origin="http://example.org")[0] == 403
+            status, response, _ = answer(server, "GET", "/")
+            assert status == 200
+            cookie = response.headers["Set-Cookie"].partition(";")[0]
+            assert answer(server, "GET", "/page.js", Cookie=cookie)[0] == 200
+            status, _, says = answer(server, "GET", "/")
+            assert (status, b"the one that the terminal shows" in says) == (403, True)
+            entered(server)  # by the token, for another browser
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("owner", [os.getuid() + 1, None], ids=["another", "unknown"])
+def test_a_browser_of_another_user_does_not_come_without_the_token(shown, monkeypatch, owner):
+    monkeypatch.setattr(serving, "owner_of_connection", lambda *_: owner)
+    with Server(shown, "a <title>", opens=True) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert answer(server, "GET", "/")[0] == 403
+            monkeypatch.undo()
+            assert answer(server, "GET", "/")[0] == 200  # which the other has not used up
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("family", "address"),
+    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "127.0.0.9"), (socket.AF_INET6, "::ffff:127.0.0.1")],
+)
+def test_the_kernel_says_whose_a_connection_is(family, address):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
+        client.bind((address, 0))
+        client.connect((f"{'::ffff:' * (family == socket.AF_INET6)}127.0.0.1", server.getsockname()[1]))
+        accepted, peer = server.accept()
+        with accepted:
+            own = accepted.getsockname()
+            assert serving.owner_of_connection(peer, own) == os.getuid()
+            assert serving.owner_of_connection(("127.0.0.77", peer[1]), own) is None
+            assert serving.owner_of_connection(peer, ("127.0.0.1", own[1] ^ 1)) is None
+            client.close()
+            wait_until(lambda: serving.owner_of_connection(peer, own) is None, "the end of the connection")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_another_user_of_this_machine_does_not_come_without_the_token(shown):
+    with Server(shown, "a <title>", opens=True) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            libc = ctypes.CDLL(None)
+            libc.setfsuid(65534)  # of this thread alone: its sockets are that user's
+            try:
+                assert answer(server, "GET", "/")[0] == 403
+            finally:
+                libc.setfsuid(0)
+            assert answer(server, "GET", "/")[0] == 200
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_the_command_refuses_what_is_no_cache(call, tmp_path):

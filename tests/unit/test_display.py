@@ -203,6 +203,13 @@ def test_a_curve_of_a_notebook_is_as_high_as_its_amounts(amounts, points):
     assert "in <b>4 B/s</b>" in drawn
 
 
+@pytest.mark.parametrize("unit", [1.0, 0.1, 1 / 3, 7.9e-300, 6.1e300])
+def test_the_largest_amount_of_a_curve_touches_its_top_exactly(unit):
+    for factor in range(1, 300):
+        drawn = Curves([("in", "", [0.0, unit * factor])]).as_html()
+        assert '<polyline points="0,100.0 1,0.0"' in drawn
+
+
 def test_of_many_samplers_those_without_a_color_are_one():
     timeline = Timeline([cell(n, *(f"p{p}.0" for p in range(9 - n))) for n in range(9)])
     assert timeline.samplers()[-2:] == [("p5.0", "9 %"), ("3 others", "13 %")]

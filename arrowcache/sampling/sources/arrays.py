@@ -5,22 +5,25 @@
     any other path              Zarr v3 (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
 
 An `Array` has shape and dtype, reads boxes, and can be closed. Nothing here unpickles: arrays of objects are
-refused.
+refused. HDF5 and Zarr have attributes: `Packing` says which of them make other numbers of those that are stored.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from arrowcache.errors import SamplerError
+from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources.object_store import ObjectStore
 
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
@@ -41,6 +44,9 @@ class Array(Protocol):
         Raises: OSError: an error of the store, after retries. SamplerError: damaged.
         """
 
+    def attribute(self, name: str) -> Any:
+        """Return an attribute as the file has it. None: there is none. Raises: as `read`."""
+
     def close(self) -> None: ...
 
 
@@ -52,23 +58,45 @@ class Address(NamedTuple):
 
 
 def split_uri(uri: str) -> Address:
-    """Split a URI or path from the name after its #; in a local path only after run.h5 or run.zarr."""
+    """Split a URI or path from the name after its #.
+
+    In a local path, which may have a # itself, only after run.h5 or run.zarr, or if what is before it is there
+    and the whole is not.
+    """
     if "://" in uri:
         before, _, inner = uri.partition("#")
         return Address(before, inner)
-    match = _FILE.fullmatch(uri)
-    return Address(match[1], match[2]) if match else Address(uri, "")
+    if match := _FILE.fullmatch(uri):
+        return Address(match[1], match[2])
+    before, _, inner = uri.rpartition("#")
+    if before and inner and os.path.exists(before) and not os.path.exists(uri):
+        return Address(before, inner)
+    return Address(uri, "")
 
 
-def open_array(store: ObjectStore, address: Address) -> Array:
+def open_array(store: ObjectStore, address: Address, decode: bool) -> Array:
     """Open an array, and read its metadata.
 
+    Args:
+        decode: have its numbers unpacked, if its attributes say how.
+
     Raises: FileNotFoundError, PermissionError, OSError: errors of the store. SamplerError: not an array of
-        that format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file without a
-        dataset's name.
+        that format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file or group
+        without a dataset's name. SchemaError: an attribute of packed numbers that is none.
     """
+    array = _open(store, address, name := store.name(address.path) + f"#{address.inner}" * bool(address.inner))
+    if not decode:
+        return array
+    try:
+        packing = packing_of(array.attribute, np.dtype(array.dtype), name)
+    except BaseException:
+        array.close()
+        raise
+    return array if packing is None else _Unpacked(array, packing)
+
+
+def _open(store: ObjectStore, address: Address, name: str) -> Array:
     path, inner = address
-    name = store.name(path) + (f"#{inner}" if inner else "")
     if path.endswith(".npy"):
         if inner:
             raise ValueError(f"{name}: a .npy file has one array: leave out #{inner}")
@@ -83,7 +111,7 @@ def open_array(store: ObjectStore, address: Address) -> Array:
         from arrowcache.sampling.sources.zarr3 import ZarrArray
     except ModuleNotFoundError as error:
         raise _missing(name, "zarr", error) from error
-    return ZarrArray(store, f"{path}/{inner}" if inner else path, name)
+    return ZarrArray(store, path, inner, name)
 
 
 def _missing(name: str, package: str, error: ModuleNotFoundError) -> Exception:
@@ -135,10 +163,14 @@ class NpyArray:
         data = self._store.read(self._file, nbytes, self._start + first, self._path)
         return np.ndarray(shape, self.dtype, data, strides=self._strides).copy()
 
+    def attribute(self, name: str) -> None:  # noqa: ARG002  # a .npy has none
+        return None
+
     def close(self) -> None:
         self._file.close()
 
     def _damaged(self, why: str) -> SamplerError:
+        why = self._store.other_format(self._path, "npy") or why
         return SamplerError(f"{self._store.name(self._path)}: cannot be read as .npy: {why}")
 
 
@@ -148,3 +180,163 @@ def _strides(shape: tuple[int, ...], itemsize: int, in_fortran_order: bool) -> t
         strides.append(step)
         step *= size
     return tuple(strides if in_fortran_order else reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How numbers are unpacked: what is stored * scale + offset, with NaN for what is missing.
+
+    As CF says it (Climate and Forecast Metadata Conventions 1.11, sections 2.5.1 and 8.1), and as xarray does it,
+    by the attributes `scale_factor`, `add_offset`, `_FillValue`, `missing_value` and netCDF's `_Unsigned`. Not by
+    `valid_range`, nor by Zarr's or HDF5's own fill value, which is that of cells that nobody wrote.
+
+    Args:
+        dtype: of the unpacked numbers.
+        stored: what the stored numbers are taken for: unsigned, perhaps, where the file has signed ones.
+        missing: stored numbers that stand for a missing value.
+    """
+
+    dtype: np.dtype[Any]
+    stored: np.dtype[Any]
+    missing: tuple[Any, ...] = ()
+    scale: float | None = None
+    offset: float | None = None
+
+    def unpack(self, cells: NDArray[Any]) -> NDArray[Any]:
+        """Return a new array of the same shape, of this dtype."""
+        cells = cells.astype(self.stored, copy=False)
+        unpacked = cells.astype(self.dtype)
+        if self.scale is not None:
+            unpacked *= self.scale
+        if self.offset is not None:
+            unpacked += self.offset
+        for value in self.missing:
+            unpacked[cells == value] = np.nan
+        return unpacked
+
+
+class _Unpacked:
+    """An array whose numbers are unpacked as they are read."""
+
+    def __init__(self, array: Array, packing: Packing) -> None:
+        self._array, self._packing = array, packing
+        self.shape, self.dtype = array.shape, packing.dtype
+        self.attribute, self.close = array.attribute, array.close
+
+    def read(self, box: Sequence[slice]) -> NDArray[Any]:
+        return self._packing.unpack(self._array.read(box))
+
+
+def packing_of(attribute: Callable[[str], Any], dtype: np.dtype[Any], name: str) -> Packing | None:
+    """Return how the numbers of an array are unpacked. None: they are as they are stored.
+
+    Args:
+        attribute: gives an attribute by its name, or None.
+        dtype: of the stored numbers.
+        name: the array's, for messages.
+    Raises: SchemaError: an attribute that is no number, or none that fits.
+    """
+
+    def numbers(which: str) -> NDArray[Any] | None:
+        value = attribute(which)
+        try:
+            return None if value is None else _numbers(value, dtype)
+        except (ValueError, TypeError):
+            raise _unusable(name, which, value, "numbers") from None
+
+    scale, offset = numbers("scale_factor"), numbers("add_offset")
+    for which, factor in (("scale_factor", scale), ("add_offset", offset)):
+        if factor is not None and (factor.size != 1 or factor.dtype.kind not in "iuf"):
+            raise _unusable(name, which, attribute(which), "one real number")
+    stored = _stored_as(dtype, attribute("_Unsigned"))
+    given = [values for which in ("_FillValue", "missing_value") if (values := numbers(which)) is not None]
+    found = dict.fromkeys(value for values in given for value in values.ravel().tolist())
+    missing = tuple(_as_stored(value, stored) for value in found if value == value)  # NaN is NaN anyway
+    if scale is not None or offset is not None:
+        unpacked = _float_of(stored, scale, offset)
+    elif missing and stored.kind in "biu":
+        unpacked = np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
+    elif stored.kind in "iu" and _text(attribute("dtype")) == "bool":  # as xarray writes it into netCDF
+        unpacked = np.dtype(np.bool_)
+    else:
+        unpacked = stored
+    if not missing and unpacked == dtype and scale is offset is None:
+        return None
+    return Packing(
+        unpacked,
+        stored,
+        missing,
+        None if scale is None else scale.item(),
+        None if offset is None else offset.item(),
+    )
+
+
+def _float_of(
+    stored: np.dtype[Any], scale: NDArray[Any] | None, offset: NDArray[Any] | None
+) -> np.dtype[Any]:
+    """The dtype of unpacked numbers, as xarray has it: that of the attributes, if it is a float32 or float64.
+
+    It is float64 if both are given and differ, if there is an offset alone, and for integers of 4 bytes.
+    """
+    chosen = np.dtype(np.float64)
+    if scale is not None and scale.dtype in (np.float32, np.float64):
+        if offset is None:
+            chosen = scale.dtype
+        elif offset.dtype == scale.dtype and not (stored.kind in "iu" and stored.itemsize == 4):
+            chosen = scale.dtype
+    return np.result_type(chosen, stored) if stored.kind == "c" else chosen.newbyteorder("=")
+
+
+def _stored_as(dtype: np.dtype[Any], unsigned: Any) -> np.dtype[Any]:
+    """What stored integers are, by netCDF's `_Unsigned`: the format of before netCDF-4 has no unsigned ones."""
+    says = _text(unsigned)
+    if dtype.kind == "i" and says == "true":
+        return np.dtype(f"u{dtype.itemsize}")
+    if dtype.kind == "u" and says == "false":
+        return np.dtype(f"i{dtype.itemsize}")
+    return dtype
+
+
+def _as_stored(value: Any, stored: np.dtype[Any]) -> Any:
+    """A missing value of an integer array as its numbers are taken: -1 is 255 of unsigned bytes."""
+    if stored.kind not in "iu" or value != int(value):
+        return value
+    bits = 8 * stored.itemsize
+    least = 0 if stored.kind == "u" else -(1 << (bits - 1))
+    turned = (int(value) - least) % (1 << bits) + least
+    return turned if abs(int(value)) < 1 << bits else value
+
+
+def _numbers(value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The numbers of an attribute. JSON has no NaN, so xarray writes floats into Zarr as base64 of 8 bytes."""
+    if dtype.kind == "c" and isinstance(value, list) and len(value) == 2:  # as xarray writes a complex one
+        return np.array(complex(*(_numbers(part, np.dtype(np.float64)).item() for part in value)))
+    array = np.asarray(value)
+    if array.dtype.kind in "SUOT":
+        array = np.array([_number(text) for text in array.ravel().tolist()])
+    if array.dtype.kind not in "biufc":
+        raise ValueError(f"{value!r} is no number")
+    return array
+
+
+def _number(text: Any) -> float:
+    if not isinstance(text, str | bytes):
+        raise TypeError(f"{text!r} is no number")
+    try:
+        return float(text)
+    except ValueError:
+        return float(np.frombuffer(base64.b64decode(text, validate=True), "<f8").item())
+
+
+def _text(value: Any) -> str:
+    """An attribute of text or a truth value, in lower case; empty if there is none."""
+    found = np.asarray("" if value is None else value)
+    word = found.item() if found.size == 1 else ""
+    return (word.decode(errors="replace") if isinstance(word, bytes) else str(word)).lower()
+
+
+def _unusable(name: str, attribute: str, value: Any, wanted: str) -> SchemaError:
+    return SchemaError(
+        f"{name}: its attribute {attribute} is {value!r}, which should be {wanted}: pass decode=False to have the "
+        "numbers as they are stored"
+    )

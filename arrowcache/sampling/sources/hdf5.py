@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile, names_in
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Hdf5Array:
     dtype: np.dtype[Any]
 
     def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
-        self._name = name
+        self._store, self._path, self._name = store, path, name
         self._remote: StoreFile | None = None
         if not store.is_local:
             self._remote = StoreFile(store, path)
@@ -51,6 +51,9 @@ class Hdf5Array:
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._run(lambda: np.asarray(self._dataset[tuple(box)]))
 
+    def attribute(self, name: str) -> Any:
+        return self._run(lambda: self._dataset.attrs.get(name))
+
     def close(self) -> None:
         self._file.close()
         if self._remote is not None:
@@ -60,13 +63,21 @@ class Hdf5Array:
         found = self._file.get(inner) if inner else None
         if isinstance(found, h5py.Dataset) and found.shape is not None:
             return found
+        if isinstance(found, h5py.Dataset):
+            raise SchemaError(f"{self._name}: the dataset {inner!r} is empty: it has no shape")
         names: list[str] = []
-        self._file.visititems(
+        is_group = isinstance(found, h5py.Group)
+        (found if is_group else self._file).visititems(
             lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
         )
-        has = ", ".join(f"#{name}" for name in names[:20]) or "none"
-        what = f"no dataset {inner!r}" if inner else "say which dataset"
-        raise ValueError(f"{self._name}: {what}; the file has {has}")
+        if is_group:
+            what = f"{inner!r} is a group: say which dataset"
+            names = [f"{inner.strip('/')}/{name}" for name in names]
+        elif inner:
+            what = f"no dataset {inner!r}"
+        else:
+            what = "say which dataset"
+        raise ValueError(f"{self._name}: {what}; {names_in('the file', names, inner)}")
 
     def _run(self, read: Callable[[], T]) -> T:
         try:
@@ -74,5 +85,5 @@ class Hdf5Array:
         except (OSError, RuntimeError, KeyError) as error:
             if self._remote is not None and self._remote.error is not None:
                 raise self._remote.error from None
-            why = " ".join(str(error).split())
+            why = self._store.other_format(self._path, "HDF5") or " ".join(str(error).split())
             raise SamplerError(f"{self._name}: cannot be read as HDF5: {why}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -17,13 +18,18 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
+from arrowcache.arrow.foreign import other_format
 from arrowcache.lifetimes import Origin
 from arrowcache.sampling.sources.retries import Retries
+from arrowcache.units import did_you_mean
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 URI = str | os.PathLike[str]
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".zip")
+_HEAD_BYTES = 512
+_MOST_NAMED = 20
 _AT_ONCE = 16  # requests at a time, each of which waits for the store
 
 
@@ -87,6 +93,18 @@ class ObjectStore:
         """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
         return self.run(lambda: read_at(file, nbytes, start), path)
 
+    def is_file(self, path: str) -> bool:
+        """Ask the store, with retries. Raises: PermissionError, OSError."""
+        return bool(self.run(lambda: self.filesystem.get_file_info(path), path).is_file)
+
+    def other_format(self, path: str, wanted: str) -> str:
+        """As of `arrow.foreign`, of a file that could not be read. Empty also if that fails again."""
+        try:
+            with self.open(path) as file:
+                return other_format(file.read_at(_HEAD_BYTES, 0), wanted)
+        except OSError:
+            return ""
+
     def find(self, path: str, suffixes: Sequence[str]) -> list[ListedFile]:
         """Return a file, or all files below a folder that end in one of `suffixes`, sorted by name.
 
@@ -108,9 +126,12 @@ class ObjectStore:
             and not _is_hidden(info.path[len(path) :])
         )
         if not files:
-            raise FileNotFoundError(
-                errno.ENOENT, f"the folder has no file that ends in {' or '.join(suffixes)}", self.name(path)
-            )
+            endings = Counter(_ending(info.path) for info in found if info.type == fs.FileType.File)
+            has = ", ".join(f"{count} {ending or 'without ending'}" for ending, count in endings.most_common(5))
+            what = f"no file that ends in {' or '.join(suffixes)}" + (f"; it has {has}" if has else "")
+            if packed := [ending for ending in endings if _unpacked(ending) in suffixes]:
+                what += f": decompress those that end in {' or '.join(packed)}"
+            raise FileNotFoundError(errno.ENOENT, f"the folder has {what}", self.name(path))
         return files
 
 
@@ -195,6 +216,13 @@ def locate(
     return store, paths
 
 
+def names_in(what: str, names: Sequence[str], asked: str = "") -> str:
+    """Say which arrays a file or folder has, with those first that come near the one that was asked for."""
+    shown = ", ".join(f"#{name}" for name in names[:_MOST_NAMED]) or "none"
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{did_you_mean(asked, names, '#{}'.format)}{what} has {shown}{more}"
+
+
 def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """Call a function for each item, several at the same time: each call mostly waits for a store.
 
@@ -243,6 +271,20 @@ def _as_filesystem(filesystem: Any) -> fs.FileSystem | None:
     if hasattr(filesystem, "protocol") and hasattr(filesystem, "open"):
         return fs.PyFileSystem(fs.FSSpecHandler(filesystem))
     raise TypeError(f"filesystem must be of pyarrow.fs or fsspec, not {filesystem!r}")
+
+
+def _ending(path: str) -> str:
+    """What a file's name ends in, such as .tar.gz."""
+    before, ending = os.path.splitext(path)
+    return os.path.splitext(before)[1] + ending if ending in _COMPRESSED else ending
+
+
+def _unpacked(ending: str) -> str | None:
+    """What a compressed file's name ends in once it is not."""
+    before, packing = os.path.splitext(f"x{ending}")
+    if packing not in _COMPRESSED:
+        return None
+    return ".tar" if packing.startswith(".t") else before[1:]
 
 
 def _is_hidden(path: str) -> bool:

@@ -8,6 +8,7 @@ and a missing column are errors then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import acero
 
-from arrowcache.arrow.foreign import kind_of, require_fields, values_of
+from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields, values_of
 from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SamplerError, SchemaError
@@ -189,7 +190,7 @@ class ParquetRows(Source):
 
     def _column(self, name: str, chunks: pa.ChunkedArray) -> NDArray[Any] | pa.Array:
         """Return a fixed-width column as an array, without a copy if possible; any other unchanged."""
-        column, kind = _joined(chunks), self.schema[name]
+        column, kind = plain(_joined(chunks)), self.schema[name]
         if name in self._fill and column.null_count:
             column = pc.fill_null(column, self._fill[name])
         if isinstance(kind, Tensor | Timestamp):
@@ -201,11 +202,10 @@ class ParquetRows(Source):
         return [self._store.name(file.path) for file in self._files]
 
     def _footer(self, file: ListedFile) -> _Footer:
-        name = self._store.name(file.path)
         try:
             return self._store.run(lambda: _footer(self._store, file, self._filter), file.path)
         except pa.ArrowException as error:
-            raise _damaged(name, error) from None
+            raise self._damaged(file, error) from None
 
     def _read(self, group: _RowGroup) -> pa.Table:
         """Read a row group of an open file; a file that failed is opened again."""
@@ -224,7 +224,13 @@ class ParquetRows(Source):
         try:
             return self._store.run(read, file.path)
         except pa.ArrowException as error:
-            raise _damaged(self._store.name(file.path), error) from None
+            raise self._damaged(file, error) from None
+
+    def _damaged(self, file: ListedFile, error: Exception) -> SamplerError:
+        why = self._store.other_format(file.path, "Parquet")
+        if not why:
+            why = " ".join(str(error).split()) + "; get the file anew, or leave it out"
+        return SamplerError(f"{self._store.name(file.path)}: cannot be read as Parquet: {why}")
 
 
 class _Footer(NamedTuple):
@@ -240,12 +246,12 @@ def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | Non
     fields = fragment.physical_schema
     if condition is not None:
         try:
-            fields.empty_table().filter(condition)  # `subset` accepts other objects, too
-            fragment = fragment.subset(condition)
+            _filtered(fields.empty_table(), condition)  # `subset` accepts other objects, too
         except pa.ArrowException as error:
-            raise SchemaError(
-                f"{store.name(file.path)}: the filter {condition} does not fit: {error}"
-            ) from None
+            why = " ".join(str(error).split())
+            raise SchemaError(f"{store.name(file.path)}: the filter {condition} does not fit: {why}") from None
+        with suppress(pa.ArrowException):  # of a column of views: what statistics say cannot be asked
+            fragment = fragment.subset(condition)
     return _Footer(fields, [(group.id, group.num_rows) for group in fragment.row_groups])
 
 
@@ -276,7 +282,9 @@ class _Open:
 
 
 def _filtered(table: pa.Table, condition: pc.Expression) -> pa.Table:
-    """Return the rows for which a condition is true, in order. As Table.filter, but in this thread."""
+    """Return the rows for which a condition is true, in order. As Table.filter, but in this thread, and plain."""
+    columns = [pa.chunked_array(map(plain, each.chunks), plain_type(each.type)) for each in table.columns]
+    table = pa.table(columns, table.column_names)
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
     chosen = acero.Declaration("filter", acero.FilterNodeOptions(condition))
     return acero.Declaration.from_sequence([source, chosen]).to_table(use_threads=False)
@@ -288,7 +296,7 @@ def _needed(condition: pc.Expression, fields: pa.Schema, names: Sequence[str]) -
     for name in fields.names:
         if name not in names:
             try:
-                empty.drop_columns([name]).filter(condition)
+                _filtered(empty.drop_columns([name]), condition)
             except pa.ArrowException:
                 needed.append(name)
     return needed
@@ -317,6 +325,8 @@ def _schema(
 
 
 def _inferred(file: str, fields: pa.Schema, columns: Sequence[str] | None) -> Schema:
+    if columns is not None and len(set(columns)) != len(columns):
+        raise ValueError(f"columns {columns} names a column twice")
     try:
         # require_fields finds duplicate names
         kinds = {field.name: kind_of(field) for field in fields if columns is None or field.name in columns}
@@ -359,7 +369,3 @@ def _joined(column: pa.ChunkedArray) -> pa.Array:
         return column.chunk(0)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
-
-def _damaged(name: str, error: Exception) -> SamplerError:
-    why = " ".join(str(error).split())
-    return SamplerError(f"{name}: cannot be read as Parquet: {why}; get the file anew, or leave it out")

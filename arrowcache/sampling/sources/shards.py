@@ -23,7 +23,7 @@ from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile, locate
 from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source, shuffled
-from arrowcache.units import parse_count
+from arrowcache.units import did_you_mean, parse_count
 
 Decode = Callable[[str, bytes], Any]
 """(field, bytes) -> the value of the field."""
@@ -76,6 +76,8 @@ class WebDatasetShards(Source):
         self._shards = [file for path in paths for file in self._store.find(path, (".tar",))]
         self._choice = Choice([float(max(1, shard.nbytes)) for shard in self._shards])
         self._fields: tuple[str, ...] | None = None if fields is None else tuple(fields)
+        if self._fields is not None and len(set(self._fields)) != len(self._fields):
+            raise ValueError(f"fields {self._fields} names a field twice")
         self._kinds: Mapping[str, FieldType] = {}  # until the schema is known
         if schema is not None:
             self.schema = Schema(schema)
@@ -85,13 +87,13 @@ class WebDatasetShards(Source):
                     f"{', '.join(self.schema)}: one of both is enough"
                 )
             self._fields = tuple(self.schema)
-        else:
-            first = next(self._samples(self._shards[0]), None)
+            self._kinds = self.schema
+        first = next(self._samples(self._shards[0]), None)  # with a schema, too: what does not fit says so now
+        if schema is None:
             if first is None:
                 raise SamplerError(f"{self._name(self._shards[0])}: there is no sample in it")
-            self.schema = Schema.infer(first)
+            self._kinds = self.schema = Schema.infer(first)
             self._fields = tuple(self.schema)
-        self._kinds = self.schema
 
     def __repr__(self) -> str:
         return f"WebDatasetShards({self._name(self._shards[0])!r} and {len(self._shards) - 1} other shards)"
@@ -114,21 +116,26 @@ class WebDatasetShards(Source):
     def _samples(self, shard: ListedFile) -> Iterator[dict[str, Any]]:
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
-            raise _damaged(name, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
+            raise self._damaged(shard, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
         with io.BufferedReader(StoreFile(self._store, shard.path, shard.nbytes), _BUFFER_BYTES) as file:
             try:
                 with tarfile.open(fileobj=file, mode="r|") as tar:
                     for key, files in _grouped(tar):
                         yield self._sample(f"{name}, sample {key!r}", files)
             except tarfile.TarError as error:
-                raise _damaged(name, str(error)) from None
+                raise self._damaged(shard, str(error)) from None
+
+    def _damaged(self, shard: ListedFile, why: str) -> SamplerError:
+        why = self._store.other_format(shard.path, "tar") or f"{why}; get the file anew, or leave it out"
+        return SamplerError(f"{self._name(shard)}: cannot be read as tar: {why}")
 
     def _sample(self, place: str, files: Mapping[str, bytes]) -> dict[str, Any]:
         fields = files if self._fields is None else self._fields
         sample = {}
         for field in fields:
             if field not in files:
-                raise SchemaError(f"{place}: there is no field {field!r}, there are {', '.join(files)}")
+                hint = did_you_mean(str(field), files)
+                raise SchemaError(f"{place}: there is no field {field!r}, {hint}there are {', '.join(files)}")
             try:
                 sample[field] = self._decode(field, files[field])
             except Exception as error:
@@ -140,10 +147,6 @@ class WebDatasetShards(Source):
         except SchemaError as error:
             raise SchemaError(f"{place}: {error}") from None
         return sample
-
-
-def _damaged(name: str, why: str) -> SamplerError:
-    return SamplerError(f"{name}: cannot be read as tar: {why}; get the file anew, or leave it out")
 
 
 def decode_by_name(field: str, data: bytes) -> Any:

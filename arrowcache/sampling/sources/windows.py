@@ -55,14 +55,21 @@ class ArrayWindows(Source):
             taken whole. A mapping field name -> window, if they differ: all begin at the same
             place, so `{"signal": (256,), "label": (1,)}` is 256 values and the label of the first.
         weights: relative frequency of each of `arrays`. None means in proportion to its places.
+        decode: unpack numbers as CF says, where attributes of a Zarr or HDF5 array (netCDF-4 too) ask for it:
+            stored * scale_factor + add_offset, NaN for _FillValue and missing_value, unsigned by _Unsigned.
+            These are floats, of the dtype that xarray has: that of scale_factor and add_offset if both have the
+            same or there is only a scale_factor, but float64 for integers of 4 bytes; else float64. With
+            missing values alone integers of 1 or 2 bytes become float32 and larger ones float64, floats stay.
+            False: as stored. Times ("days since 1900-01-01") and flags stay numbers either way.
         with_position: add "recording", the number in `arrays`, and "position", the window's begin
             along each axis that is cut.
         filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None means the URI's own.
         retries: number of further attempts at a read before its error is raised.
     Raises: FileNotFoundError, PermissionError, OSError: the store. ValueError: a window that is larger than
-        the array: names array, axis and sizes; a weight that is not positive and finite. SchemaError:
-        arrays that differ from those before them, or whose axes differ where they are cut at the same place.
-        SamplerError: a damaged file. ModuleNotFoundError: says what to install.
+        the array: names array, axis and sizes; a weight that is not positive and finite; an HDF5 file or group
+        without a dataset's name. SchemaError: arrays that differ from those before them, or whose axes differ where they
+        are cut at the same place; an attribute that cannot be used to decode.
+        SamplerError: a damaged file, one of another format, a Zarr group; says which arrays it has. ModuleNotFoundError: says what to install.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class ArrayWindows(Source):
         window: Window | Mapping[str, Window],
         *,
         weights: Sequence[float] | None = None,
+        decode: bool = True,
         with_position: bool = False,
         filesystem: Any = None,
         retries: int | Retries = 4,
@@ -88,7 +96,9 @@ class ArrayWindows(Source):
                 )
         if with_position and (taken := set(POSITION_FIELDS) & set(self._windows)):
             raise ValueError(f"with_position adds {', '.join(taken)}, which an array has as its name")
-        self._with_position = with_position
+        if not isinstance(decode, bool):
+            raise TypeError(f"decode must be True or False, not {decode!r}")
+        self._with_position, self._decode = with_position, decode
         self._kept: Handles[Array] = Handles(_MOST_OPEN)
         split = [split_uri(os.fspath(uri)) for fields in sets for uri in fields.values()]
         self._store, paths = locate([address.path for address in split], filesystem, retries)
@@ -132,8 +142,11 @@ class ArrayWindows(Source):
     def _name(self, address: Address) -> str:
         return self._store.name(address.path) + (f"#{address.inner}" if address.inner else "")
 
+    def _open(self, address: Address) -> Array:
+        return open_array(self._store, address, self._decode)
+
     def _look(self, address: Address) -> _Metadata:
-        array = open_array(self._store, address)
+        array = self._open(address)
         try:
             return _Metadata(tuple(array.shape), np.dtype(array.dtype))
         finally:
@@ -146,7 +159,7 @@ class ArrayWindows(Source):
 
     def _read(self, address: Address, box: Sequence[slice]) -> NDArray[Any]:
         try:
-            return self._kept.get(address, lambda: open_array(self._store, address)).read(box)
+            return self._kept.get(address, lambda: self._open(address)).read(box)
         except BaseException:
             self._kept.drop(address)
             raise

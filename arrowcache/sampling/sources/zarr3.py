@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
+from pyarrow import fs
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.object_store import ObjectStore, read_at
+from arrowcache.sampling.sources.object_store import ObjectStore, at_once, names_in, read_at
 
 T = TypeVar("T")
 
+_METADATA = "zarr.json"
+_OF_VERSION_2 = (".zarray", ".zgroup", ".zmetadata")
+_MOST_LOOKED = 256  # folders, for the names of arrays
 _CHUNKS_AT_ONCE = 8
 _DAMAGED = (ValueError, RuntimeError, TypeError, KeyError, EOFError, zlib.error)  # of codecs and metadata
 
@@ -34,13 +40,19 @@ _DAMAGED = (ValueError, RuntimeError, TypeError, KeyError, EOFError, zlib.error)
 class ZarrArray:
     """An array. It keeps nothing open but threads, which wait for the store.
 
-    Raises: FileNotFoundError: no array of Zarr v3 there. SamplerError: its metadata are invalid.
+    Raises: FileNotFoundError: no array of Zarr v3 there; says which there are, or that it is Zarr v2.
+        SamplerError: a group, of which it names the arrays; another file; invalid metadata.
     """
 
-    def __init__(self, store: ObjectStore, path: str, name: str) -> None:
-        described = f"{path}/zarr.json"
-        if not store.run(lambda: store.filesystem.get_file_info(described), described).is_file:
-            raise FileNotFoundError(errno.ENOENT, "no array of Zarr v3, which would have a zarr.json", name)
+    def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
+        folder = path
+        path = f"{folder}/{inner}" if inner else folder
+        if not store.is_file(f"{path}/{_METADATA}"):
+            raise _missing(store, path, name)
+        if _metadata(store, path).get("node_type") == "group":
+            names = [f"{inner}/{array}" if inner else array for array in _arrays_in(store, path)]
+            which = names_in("it", names)
+            raise SamplerError(f"{name}: cannot be read as Zarr v3: it is a group: say which array; {which}")
         self._name = name
         self._store = _ReadOnlyStore(store, path)
         try:
@@ -54,6 +66,9 @@ class ZarrArray:
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._run(lambda: np.asarray(self._array[tuple(box)]))
 
+    def attribute(self, name: str) -> Any:
+        return self._array.metadata.attributes.get(name)
+
     def close(self) -> None:
         self._store.close()
 
@@ -63,6 +78,58 @@ class ZarrArray:
         except _DAMAGED as error:
             why = " ".join(str(error).split())
             raise SamplerError(f"{self._name}: cannot be read as Zarr v3: {why}") from error
+
+
+def _missing(store: ObjectStore, path: str, name: str) -> Exception:
+    """What to raise where no array is: it may be of version 2, another file, or misspelt."""
+    asked = path
+    with suppress(OSError):  # of folders above it, which may be another's
+        while path:
+            if store.is_file(path):
+                what = store.other_format(path, "Zarr") or "it is a file, and an array is a folder"
+                return SamplerError(f"{name}: cannot be read as Zarr v3: {what}")
+            if any(store.is_file(f"{path}/{part}") for part in _OF_VERSION_2):
+                what = (
+                    "no array of Zarr v3: it is Zarr version 2, whose filters may run code of the file: convert it, "
+                    "such as by xarray's to_zarr(zarr_format=3) or by `zarr migrate v3`"
+                )
+                return FileNotFoundError(errno.ENOENT, what, name)
+            if path != asked and store.is_file(f"{path}/{_METADATA}"):
+                names, inner = _arrays_in(store, path), asked[len(path) + 1 :]
+                what = names_in(store.name(path), names, inner)
+                return FileNotFoundError(errno.ENOENT, f"no array {inner!r} of Zarr v3: {what}", name)
+            path = path.rpartition("/")[0]
+    return FileNotFoundError(errno.ENOENT, f"no array of Zarr v3, which would have a {_METADATA}", name)
+
+
+def _arrays_in(store: ObjectStore, group: str) -> list[str]:
+    """The arrays of a group and the groups in it, by their ways; of a very large one not all."""
+    described = _metadata(store, group)
+    with suppress(AttributeError, KeyError, TypeError):
+        known = described["consolidated_metadata"]["metadata"]
+        return sorted(way for way, node in known.items() if node.get("node_type") == "array")
+    arrays, looked, groups = [], 0, [""]
+    while groups and looked < _MOST_LOOKED:
+        way = groups.pop(0)
+        selector = fs.FileSelector(f"{group}/{way}" if way else group)
+        infos = store.run(lambda at=selector: store.filesystem.get_file_info(at), group)  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
+        folders = sorted(info.base_name for info in infos if info.type == fs.FileType.Directory)
+        inside = [f"{way}/{name}" if way else name for name in folders[: _MOST_LOOKED - looked]]
+        looked += len(inside)
+        found = at_once(lambda inner: _metadata(store, f"{group}/{inner}").get("node_type"), inside)
+        arrays += [inner for inner, kind in zip(inside, found, strict=True) if kind == "array"]
+        groups += [inner for inner, kind in zip(inside, found, strict=True) if kind == "group"]
+    return arrays
+
+
+def _metadata(store: ObjectStore, path: str) -> Mapping[str, Any]:
+    """What describes an array or a group; nothing, if nothing does, or it is damaged."""
+    try:
+        with store.run(lambda: store.open(f"{path}/{_METADATA}"), path) as file:
+            found = json.loads(file.read())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 class _ReadOnlyStore(ZarrStore):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +256,78 @@ def test_a_fill_that_the_column_cannot_hold_is_an_error_that_names_file_and_colu
     assert {int(s["x"]) for s in take(ParquetRows(tmp_path, fill={"x": 7.0}), 9)} == {1, 7}
 
 
+VIEWS = {
+    "text": (pa.array(["a", "b"]).cast(pa.string_view()), ac.String(), ["a", "b"]),
+    "data": (pa.array([b"a", b"b"]).cast(pa.binary_view()), ac.Binary(), [b"a", b"b"]),
+    "large_text": (pa.array(["a", "b"], pa.large_utf8()), ac.String(), ["a", "b"]),
+    "coded": (pa.array(["a", "b"]).dictionary_encode(), ac.String(), ["a", "b"]),
+    "uuid": (pa.array([b"a" * 16, b"b" * 16], pa.uuid()), ac.Binary(), [b"a" * 16, b"b" * 16]),
+    "json": (pa.array(["1", "{}"], pa.json_()), ac.String(), ["1", "{}"]),
+}
+
+
+@pytest.mark.parametrize("rows_per_group", [None, 1])
+@pytest.mark.parametrize("condition", [None, pc.field("id") >= 0, pc.field("other") == "x"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_columns_of_views_and_extensions_are_what_they_stand_for(tmp_path, name, condition, rows_per_group):
+    column, kind, values = VIEWS[name]
+    others = {"id": [0, 1], "other": pa.array(["x", "x"]).cast(pa.string_view())}
+    pq.write_table(pa.table({name: column, **others}), tmp_path / "x.parquet")
+    if pq.read_schema(tmp_path / "x.parquet").field(name).type != column.type:
+        pytest.skip("this pyarrow does not write it")
+    with ParquetRows(tmp_path, [name, "id"], condition, rows_per_group=rows_per_group) as source:
+        assert source.schema[name] == kind
+        for sample in take(source, 20):
+            found, expected = sample[name], values[int(sample["id"])]
+            assert found.tolist() == expected if isinstance(found, np.ndarray) else found == expected
+
+
+def test_a_column_of_views_is_filled_and_filtered(tmp_path):
+    text = pa.array(["a", None, "c"]).cast(pa.string_view())
+    pq.write_table(pa.table({"text": text, "id": [0, 1, 2]}), tmp_path / "x.parquet")
+    filled = take(ParquetRows(tmp_path, fill={"text": "none"}), 20)
+    assert {(int(s["id"]), s["text"]) for s in filled} == {(0, "a"), (1, "none"), (2, "c")}
+    assert {int(s["id"]) for s in take(ParquetRows(tmp_path, ["id"], pc.field("text") == "c"), 20)} == {2}
+
+
+DAYS = pa.array([1, 2], pa.duration("s"))
+REFUSED = [
+    pa.array([1, 2], pa.decimal128(5, 2)), pa.array([1, 2], pa.decimal256(50, 2)), pa.nulls(2), DAYS,
+    pa.array([1, 2], pa.time32("s")), pa.array([{"a": 1}] * 2), pa.array([["a"], ["b"]]),
+    pa.array([["a"], ["b"]], pa.list_(pa.string(), 1)), pa.array([[], []]),
+    pa.array([["a"], ["b"]], pa.list_view(pa.string_view())), pa.array([[1], [2]], pa.list_view(pa.int8())),
+    pa.array([[1], [2]], pa.large_list_view(pa.int64())),
+    pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("column", REFUSED, ids=lambda column: str(column.type)[:20])
+def test_what_no_column_can_hold_is_refused_when_the_source_is_made(tmp_path, column):
+    pq.write_table(pa.table({"x": column}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"x\.parquet: field 'x' is .*, which no column can hold: cast it"):
+        ParquetRows(tmp_path)
+    with pytest.raises(SchemaError, match=r"x\.parquet: field 'x' is .*, and its column float64\[3\]"):
+        ParquetRows(tmp_path, schema={"x": ac.Tensor("float64", (3,))})
+
+
+def test_lists_of_another_size_than_the_schema_has_are_refused_when_the_source_is_made(tmp_path):
+    pairs = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))
+    pq.write_table(pa.table({"x": pairs}), tmp_path / "x.parquet")
+    assert ParquetRows(tmp_path, schema={"x": ac.Tensor("int64", (2, 1))}).schema["x"].shape == (2, 1)
+    with pytest.raises(SchemaError, match=r"field 'x' is fixed_size_list.*\[2\], and its column int64\[3\]"):
+        ParquetRows(tmp_path, schema={"x": ac.Tensor("int64", (3,))})
+
+
+def test_times_and_text_that_do_not_fit_say_what_to_do(tmp_path):
+    pq.write_table(pa.table({"x": pa.array([1001, 2000], pa.timestamp("ns"))}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"field 'x': .*would lose data.*: round the times"):
+        take(ParquetRows(tmp_path), 1)
+    broken = pa.Array.from_buffers(pa.utf8(), 1, pa.array([b"\xff"]).buffers())
+    pq.write_table(pa.table({"x": broken}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"field 'x' has text that is not UTF-8: make it binary"):
+        take(ParquetRows(tmp_path), 1)
+
+
 @pytest.mark.parametrize("condition", [pc.field("text") > 3, pc.field("id"), pc.field("id") + 1])
 def test_a_filter_that_does_not_fit_is_no_damaged_file(folder, condition):
     with pytest.raises(SchemaError, match=r"a\.parquet: the filter .* does not fit"):
@@ -275,6 +348,29 @@ def test_a_damaged_file_is_an_error_that_names_it(folder):
     damaged.unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.parquet"):
         take(source, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b"PAR1"), "it is compressed by gzip: decompress it"),
+        (b"PK\3\4" + bytes(99), "it is a zip archive: unpack it"), (b"\x89HDF\r\n\x1a\n", "it is an HDF5 file"),
+        (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"), (b"<html>", "it is a page of HTML"),
+        (b"ARROW1\0\0", "it is an Arrow IPC file"), (b"PAR1" + bytes(99), "get the file anew"),
+    ],
+)  # fmt: skip
+def test_another_file_than_parquet_is_said_to_be_that(tmp_path, content, says):
+    (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(SamplerError, match=rf"x\.parquet: cannot be read as Parquet: .*{says}"):
+        ParquetRows(tmp_path)
+
+
+def test_a_column_that_is_misspelt_or_named_twice_is_an_error(folder):
+    for given in ({"columns": ["txt"]}, {"schema": {"txt": ac.String()}}, {"columns": ["id", "txt"]}):
+        with pytest.raises(SchemaError, match="no field 'txt': did you mean 'text'"):
+            ParquetRows(folder, **given)
+    with pytest.raises(ValueError, match="names a column twice"):
+        ParquetRows(folder, ["id", "id"])
 
 
 def test_an_empty_dataset_is_an_error(tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from drawing import require_pure, take
 
@@ -136,6 +141,57 @@ def test_whatever_a_decoder_raises_names_shard_sample_and_field(folder):
 
     with pytest.raises(SchemaError, match=r"0\.tar, sample 'train/0000': field 'cls' .* KeyError: 'cls'"):
         WebDatasetShards(folder / "0.tar", decode, fields=["cls"])
+
+
+def packings(tar: bytes) -> dict[str, tuple[bytes, str]]:
+    """A tar in other files, by their names, with what is said of each."""
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as file:
+        file.writestr("a.tar", tar)
+    return {
+        "a.tar.gz": (gzip.compress(tar), "it is compressed by gzip: decompress it"),
+        "a.tgz": (gzip.compress(tar), "it is compressed by gzip: decompress it"),
+        "a.tar": (gzip.compress(tar), "it is compressed by gzip: decompress it"),
+        "a.tar.bz2": (bz2.compress(tar), "it is compressed by bzip2: decompress it"),
+        "a.tar.xz": (lzma.compress(tar), "it is compressed by xz: decompress it"),
+        "a.tar.zst": (pa.compress(tar, "zstd", asbytes=True), "it is compressed by zstd: decompress it"),
+        "a.tar.lz4": (pa.compress(tar, "lz4", asbytes=True), "it is compressed by lz4: decompress it"),
+        "a.zip": (zipped.getvalue(), "it is a zip archive: unpack it"),
+        "page.tar": (b"<!DOCTYPE html><html>404", "it is a page of HTML"),
+        "lfs.tar": (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        "table.tar": (b"PAR1" + bytes(508), "it is a Parquet file"),
+    }
+
+
+@pytest.mark.parametrize("schema", [None, {"cls": ac.Tensor("int64")}])
+@pytest.mark.parametrize("name", packings(b""))
+def test_another_file_than_a_tar_is_said_to_be_that_when_the_source_is_made(folder, tmp_path, name, schema):
+    content, says = packings((folder / "0.tar").read_bytes())[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SamplerError, match=rf"{name}: cannot be read as tar: .*{says}"):
+        WebDatasetShards(tmp_path / name, schema=schema)
+
+
+def test_a_folder_of_compressed_shards_is_said_to_be_that(folder, tmp_path):
+    for name in ("0.tar.gz", "1.tar.gz", "2.tgz", "3.tar.zst", "README"):
+        (tmp_path / name).write_bytes(gzip.compress((folder / "0.tar").read_bytes()))
+    for shard in folder.glob("*.tar"):
+        shard.unlink()
+    with pytest.raises(FileNotFoundError, match=r"2 \.tar\.gz, .*decompress those that end in .*\.tgz"):
+        WebDatasetShards(tmp_path)
+    (folder / "notes.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"no file that ends in \.tar; it has 1 \.txt'?:? "):
+        WebDatasetShards(folder)
+
+
+def test_a_misspelt_field_is_an_error_when_the_source_is_made(folder):
+    for given in ({"fields": ["tx"]}, {"schema": {"tx": ac.String()}}, {"fields": ["cls", "tx"]}):
+        with pytest.raises(SchemaError, match=r"no field 'tx', did you mean 'txt'\? there are npy, cls, txt"):
+            WebDatasetShards(folder, **given)
+    with pytest.raises(SchemaError, match="field 'cls'"):  # of another type
+        WebDatasetShards(folder, schema={"cls": ac.Tensor("int64", (2,))})
+    with pytest.raises(ValueError, match="names a field twice"):
+        WebDatasetShards(folder, fields=["cls", "cls"])
 
 
 @pytest.mark.parametrize("files", [{}, {"README": b"no dot, no field"}])

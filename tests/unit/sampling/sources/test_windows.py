@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import struct
 import sys
 from pathlib import Path
 
@@ -125,6 +128,182 @@ def test_chunks_of_zarr_that_were_never_written_hold_the_fill_value(tmp_path):
         assert take(source, 1)[0]["data"].tolist() == [1] * 5 + [7] * 5
 
 
+# -- packed numbers ----------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def packed(folder: Path, kind: str, stored: np.ndarray, attributes: dict, name: str = "x") -> str:
+    """An array with attributes, such as netCDF-4 and xarray write them."""
+    uri = store(folder, name, stored, kind)
+    path, _, inner = uri.partition("#")
+    if kind == "h5":
+        import h5py
+
+        with h5py.File(path, "a") as file:
+            for key, value in attributes.items():
+                file[inner].attrs[key] = value
+        return uri
+    import zarr
+
+    plain = {
+        key: value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        for key, value in attributes.items()
+    }
+    zarr.open_array(f"{path}/{inner}", mode="r+").attrs.update(plain)
+    return uri
+
+
+#: what is stored, its attributes, the dtype and the numbers that CF has it stand for; where a file format has
+#: its attributes in other types: of Zarr's JSON
+PACKED = [
+    (np.int16([0, 1, -32768, 500]), {"scale_factor": 0.5, "add_offset": 270.0, "_FillValue": np.int16(-32768)},
+     "float64", [270.0, 270.5, NAN, 520.0]),
+    (np.int16([0, 4, -1]), {"scale_factor": 0.25}, "float64", [0.0, 1.0, -0.25]),
+    (np.int16([0, 4, -1]), {"add_offset": 10}, "float64", [10.0, 14.0, 9.0]),
+    (np.uint8([0, 4, 255]), {"scale_factor": 2, "missing_value": np.uint8(255)}, "float64", [0.0, 8.0, NAN]),
+    (np.uint8([0, 4, 255]), {"_FillValue": np.uint8(255)}, "float32", [0.0, 4.0, NAN]),
+    (np.int32([1, 2**30 + 1, -1]), {"_FillValue": np.int32(-1)}, "float64", [1.0, 2.0**30 + 1, NAN]),
+    (np.int64([1, 2, -1]), {"missing_value": np.int64([-1, 2])}, "float64", [1.0, NAN, NAN]),
+    (np.int16([1, 2, 3]), {"missing_value": np.int16([2]), "_FillValue": np.int16(3)}, "float32", [1.0, NAN, NAN]),
+    (np.int8([0, -1, -2]), {"_Unsigned": "true"}, "uint8", [0, 255, 254]),
+    (np.int8([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int8(-1)}, "float32", [0.0, NAN, 254.0]),
+    (np.int8([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int16(255), "scale_factor": 0.5}, "float64",
+     [0.0, NAN, 127.0]),
+    (np.uint8([0, 255, 128]), {"_Unsigned": "false", "_FillValue": np.uint8(255)}, "float32", [0.0, NAN, -128.0]),
+    (np.int64([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int64(-1)}, "float64", [0.0, NAN, 2.0**64]),
+    (np.float32([1.5, -999.0, 2.5]), {"_FillValue": np.float32(-999.0)}, "float32", [1.5, NAN, 2.5]),
+    (np.float32([1.5, 1e20, 2.5]), {"missing_value": 1e20}, "float32", [1.5, NAN, 2.5]),  # of another precision
+    (np.float64([1.5, -999.0]), {"scale_factor": 2.0, "_FillValue": -999.0}, "float64", [3.0, NAN]),
+    (np.float16([1.5, -999.0]), {"_FillValue": np.float16(-999.0)}, "float16", [1.5, NAN]),
+    (np.int8([0, 1, 1]), {"dtype": "bool"}, "bool", [False, True, True]),
+]  # fmt: skip
+AS_STORED = [
+    (np.float32([1.5, NAN]), {"_FillValue": np.float32(NAN)}), (np.int16([1, 2]), {"_FillValue": NAN}),
+    (np.int32([1, 2]), {"units": "days since 1900-01-01", "calendar": "standard"}),
+    (np.uint8([0, 2]), {"flag_values": np.uint8([0, 2]), "flag_meanings": "land sea"}),
+    (np.int16([1, 2]), {"valid_range": np.int16([2, 9]), "long_name": "height"}),
+    (np.uint8([1, 255]), {"_Unsigned": "true"}), (np.float32([1.5, 2]), {"dtype": "bool"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+@pytest.mark.parametrize(("stored", "attributes", "dtype", "numbers"), PACKED)
+def test_packed_numbers_are_what_cf_says_they_stand_for(tmp_path, kind, stored, attributes, dtype, numbers):
+    uri = packed(tmp_path, kind, stored, attributes)
+    with ArrayWindows(uri, (len(stored),)) as source:
+        assert source.schema == ac.Schema({"data": ac.Tensor(dtype, (len(stored),))})
+        found = take(source, 1)[0]["data"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, numbers)
+    with ArrayWindows(uri, (len(stored),), decode=False) as source:
+        assert source.schema["data"].dtype == stored.dtype.name
+        np.testing.assert_array_equal(take(source, 1)[0]["data"], stored)
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+@pytest.mark.parametrize(("stored", "attributes"), AS_STORED)
+def test_numbers_that_are_not_packed_are_as_they_are_stored(tmp_path, kind, stored, attributes):
+    for decode in (True, False):
+        with ArrayWindows(packed(tmp_path, kind, stored, attributes, f"x{decode}"), (2,), decode=decode) as source:
+            found = take(source, 1)[0]["data"]
+        assert found.dtype == stored.dtype
+        np.testing.assert_array_equal(found, stored)
+
+
+@pytest.mark.parametrize(
+    ("stored", "scale", "offset", "dtype"),
+    [
+        (np.int16, np.float32(0.5), np.float32(2), "float32"), (np.int16, np.float32(0.5), None, "float32"),
+        (np.int16, np.float32(0.5), np.float64(2), "float64"), (np.int16, None, np.float32(2), "float64"),
+        (np.int16, np.float64(0.5), np.float64(2), "float64"), (np.int32, np.float32(0.5), np.float32(2), "float64"),
+        (np.int16, np.int16(2), np.int16(2), "float64"), (np.float32, np.float32(0.5), np.float32(2), "float32"),
+        (np.dtype(">i2"), np.dtype(">f4").type(0.5), None, "float32"),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_unpacked_numbers_follows_the_attributes(tmp_path, stored, scale, offset, dtype):
+    given = {"scale_factor": scale, "add_offset": offset}
+    attributes = {key: value for key, value in given.items() if value is not None}
+    with ArrayWindows(packed(tmp_path, "h5", np.arange(4).astype(stored), attributes), (4,)) as source:
+        found = take(source, 1)[0]["data"]
+    assert source.schema["data"].dtype == found.dtype.name == dtype
+    expected = np.arange(4) * (1 if scale is None else float(scale)) + (0 if offset is None else float(offset))
+    assert found.tolist() == expected.tolist()
+
+
+def in_base64(value: float) -> str:
+    return base64.b64encode(struct.pack("<d", value)).decode()
+
+
+@pytest.mark.parametrize("fill", [-999.0, 1e20, NAN])
+@pytest.mark.parametrize("written", [in_base64, float, str])
+def test_a_fill_value_of_floats_in_zarr_may_be_base64_as_xarray_writes_it(tmp_path, fill, written):
+    uri = packed(tmp_path, "zarr", np.float32([1.5, fill]), {"_FillValue": written(fill)})
+    with ArrayWindows(uri, (2,)) as source:
+        found = take(source, 1)[0]["data"]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, [1.5, NAN])
+
+
+def test_the_fill_value_of_cells_that_nobody_wrote_is_no_missing_one(tmp_path):
+    zarr, h5py = pytest.importorskip("zarr", "3.0"), pytest.importorskip("h5py")
+    array = zarr.create_array(tmp_path / "x.zarr", shape=(4,), chunks=(2,), dtype="int16", fill_value=7)
+    array[:2] = 1
+    array.attrs["scale_factor"] = 0.5
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("x", (4,), "int16", chunks=(2,), fillvalue=7)
+        data[:2] = 1
+        data.attrs["scale_factor"] = 0.5
+    for uri in (tmp_path / "x.zarr", f"{tmp_path}/x.h5#x"):
+        with ArrayWindows(uri, (4,)) as source:
+            assert take(source, 1)[0]["data"].tolist() == [0.5, 0.5, 3.5, 3.5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+def test_windows_of_a_packed_volume_are_unpacked_in_every_process(tmp_path, kind):
+    stored = np.random.default_rng(2).integers(-100, 100, (9, 12, 7)).astype(np.int16)
+    attributes = {"scale_factor": 0.5, "add_offset": 270.0, "_FillValue": np.int16(-7)}
+    arrays = {"x": packed(tmp_path, kind, stored, attributes, "x"), "y": packed(tmp_path, kind, stored, {}, "y")}
+    expected = np.where(stored == -7, NAN, stored * 0.5 + 270.0)
+    require_pure(source := ArrayWindows(arrays, (3, 5), with_position=True))
+    assert {name: source.schema[name].dtype for name in "xy"} == {"x": "float64", "y": "int16"}
+    with ac.Cache.create(tmp_path / "cache", source.schema, "8MiB", "64KiB") as cache:
+        with ac.SamplerPool(cache, source, workers=2, segments=3, progress=False) as pool:
+            pool.wait()
+        with cache.snapshot() as snapshot:
+            rows = snapshot.gather(np.arange(len(snapshot)))
+    for x, y, (at, to) in zip(rows["x"], rows["y"], rows["position"], strict=True):
+        np.testing.assert_array_equal(x, expected[at : at + 3, to : to + 5])
+        np.testing.assert_array_equal(y, stored[at : at + 3, to : to + 5])
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+@pytest.mark.parametrize(
+    ("attributes", "named"),
+    [
+        ({"scale_factor": "half"}, "scale_factor is 'half', which should be numbers"),
+        ({"add_offset": np.array([1.0, 2.0])}, "add_offset is .*, which should be one real number"),
+        ({"scale_factor": 1.0, "missing_value": "none"}, "missing_value is 'none'"),
+        ({"_FillValue": "AAAA"}, "_FillValue is 'AAAA'"),
+    ],
+)
+def test_an_attribute_that_cannot_be_used_is_an_error_that_names_it(tmp_path, kind, attributes, named):
+    uri = packed(tmp_path, kind, np.int16([1, 2]), attributes)
+    with pytest.raises(SchemaError, match=rf"all\.(h5|zarr)#.*: its attribute {named}.*decode=False"):
+        ArrayWindows(uri, (2,))
+    with ArrayWindows(uri, (2,), decode=False) as source:
+        assert take(source, 1)[0]["data"].tolist() == [1, 2]
+
+
+def test_recordings_that_are_packed_otherwise_are_told_apart(tmp_path):
+    plain = packed(tmp_path, "h5", np.int16([1, 2]), {}, "plain")
+    scaled = packed(tmp_path, "h5", np.int16([1, 2]), {"scale_factor": 0.5}, "scaled")
+    with pytest.raises(SchemaError, match=r"scaled: field 'data' is .*float64.*int16.*plain"):
+        ArrayWindows([plain, scaled], (2,))
+    assert ArrayWindows([plain, scaled], (2,), decode=False).schema["data"].dtype == "int16"
+
+
 # -- bad input ---------------------------------------------------------------------------------------
 
 
@@ -160,6 +339,7 @@ def test_arrays_that_do_not_fit_each_other_are_an_error_naming_file_and_field(tm
     [
         ({"window": ()}, ValueError), ({"window": (0,)}, ValueError), ({"window": (2.5,)}, TypeError),
         ({"window": "12"}, ValueError), ({"window": {"y": (1,)}}, ValueError),
+        ({"decode": None}, TypeError), ({"decode": "no"}, TypeError),
         ({"weights": [1, 2]}, ValueError), ({"weights": ["1"]}, TypeError),
         ({"arrays": []}, ValueError), ({"arrays": {}}, ValueError),
         ({"arrays": [{"a": "x"}, {"b": "x"}]}, ValueError),
@@ -226,8 +406,89 @@ def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):
 def test_zarr_v2_is_refused(tmp_path):
     zarr = pytest.importorskip("zarr", "3.0")
     zarr.create_array(tmp_path / "x.zarr", shape=(10,), chunks=(5,), dtype="int32", zarr_format=2)
-    with pytest.raises(FileNotFoundError, match="no array of Zarr v3"):
-        ArrayWindows(tmp_path / "x.zarr", (1,))
+    group = zarr.open_group(tmp_path / "group", mode="w", zarr_format=2)
+    group.create_array("x", shape=(10,), chunks=(5,), dtype="int32")
+    for uri in ("x.zarr", "x.zarr#x", "x.zarr/x", "group", "group#x", "group#y", "group/x"):
+        with pytest.raises(FileNotFoundError, match="no array of Zarr v3: it is Zarr version 2.*: convert it"):
+            ArrayWindows(f"{tmp_path}/{uri}", (1,))
+
+
+@pytest.fixture
+def hierarchy(tmp_path):
+    """Groups of arrays, as Zarr with and without consolidated metadata, and as HDF5."""
+    zarr, h5py = pytest.importorskip("zarr", "3.0"), pytest.importorskip("h5py")
+    names = ("signal", "sub/label", "sub/deeper/mask")
+    for name in ("a.zarr", "b"):
+        group = zarr.open_group(tmp_path / name, mode="w")
+        for array in names:
+            group.create_array(array, data=np.arange(4), chunks=(2,))
+        group.create_group("empty")
+        if name == "b":
+            zarr.consolidate_metadata(group.store)
+    with h5py.File(tmp_path / "c.h5", "w") as file:
+        for array in names:
+            file[array] = np.arange(4)
+        file["none"] = h5py.Empty("f4")
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("a.zarr", "a group: say which array; it has #signal, #sub/label, #sub/deeper/mask"),
+        ("b", "a group: say which array; it has #signal, #sub/deeper/mask, #sub/label"),
+        ("a.zarr#sub", "a group: say which array; it has #sub/label, #sub/deeper/mask"),
+        ("a.zarr/sub", "a group: say which array; it has #label, #deeper/mask"),
+        ("a.zarr#empty", "a group: say which array; it has none"),
+        ("a.zarr#sginal", "no array 'sginal' of Zarr v3: did you mean #signal"),
+        ("a.zarr/sginal", "no array 'sginal' of Zarr v3: did you mean #signal"),
+        ("b#signals", "no array 'signals' of Zarr v3: did you mean #signal"),
+        ("a.zarr#sub/lable", "no array 'lable' of Zarr v3: did you mean #label"),
+        ("a.zarr#nothing/alike", "no array 'nothing/alike' of Zarr v3: .*a.zarr has #signal, #sub/label"),
+        ("c.h5", "say which dataset; the file has #none, #signal, #sub/deeper/mask, #sub/label"),
+        ("c.h5#sub", "'sub' is a group: say which dataset; the file has #sub/deeper/mask, #sub/label"),
+        ("c.h5#sginal", "no dataset 'sginal'; did you mean #signal"),
+        ("c.h5#sub/lable", "no dataset 'sub/lable'; did you mean #sub/label"),
+        ("c.h5#none", "'none' is empty"),
+    ],
+)
+def test_a_group_and_a_misspelt_array_name_those_that_are_there(hierarchy, uri, says):
+    with pytest.raises((FileNotFoundError, SamplerError, SchemaError, ValueError), match=says):
+        ArrayWindows(f"{hierarchy}/{uri}", (2,))
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize("uri", ["b#signal", "b/sub#label", "a.zarr/sub#label", "a.zarr#sub/deeper/mask"])
+def test_a_name_after_a_hash_is_in_any_folder_that_is_there(hierarchy, uri):
+    with ArrayWindows(f"{hierarchy}/{uri}", (4,)) as source:
+        assert take(source, 1)[0]["data"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_group_of_many_arrays_names_some(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for number in range(50):
+            file[f"array{number:02}"] = [1]
+    with pytest.raises(ValueError, match="#array00, .*#array19 and 30 more"):
+        ArrayWindows(tmp_path / "x.h5", (1,))
+
+
+OTHERS = {
+    "gzip: decompress it": gzip.compress(b"abc"), "a zip archive: unpack it": b"PK\3\4" + bytes(99),
+    "a page of HTML": b"<?xml version='1.0'?>", "a tar archive: unpack it": bytes(257) + b"ustar" + bytes(250),
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1", "a netCDF file of version 3": b"CDF\1" + bytes(99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", OTHERS)
+@pytest.mark.parametrize("name", ["x.npy", "x.h5#y", "x.nc#y", "x.zarr", "x.zarr#y", "x.zarr.zip", "x.npz"])
+def test_another_file_is_said_to_be_that(tmp_path, name, says):
+    pytest.importorskip("h5py")
+    pytest.importorskip("zarr", "3.0")
+    (tmp_path / name.partition("#")[0]).write_bytes(OTHERS[says])
+    with pytest.raises(SamplerError, match=rf"{name}: cannot be read as .*: it is .*{says}"):
+        ArrayWindows(f"{tmp_path}/{name}", (1,))
 
 
 @pytest.mark.parametrize(

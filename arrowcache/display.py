@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import html
 import math
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
@@ -32,6 +34,48 @@ _TEXT_WIDTH = 40  # characters of a bar
 _CELL_HEIGHT = 40
 _MOST_NAME = 40
 _MOST_OPEN = 20  # rows of a table; a notebook shows the total of a longer one first
+
+
+# Progress
+
+
+class _Stderr:
+    """The standard error stream; what it does not take is left out: its reader is gone, or the disk full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def progress_bar(progress: bool | None, *, in_notebook: bool = False, **options: object) -> Any:
+    """Return a bar of tqdm's, with its options. There is none in a process without stderr.
+
+    Args:
+        progress: show it. None shows it if stderr is a terminal, or in a notebook if there are widgets.
+        in_notebook: show a widget there, in place of text on stderr.
+    """
+    if in_notebook:
+        from tqdm.auto import tqdm  # asyncio, for those who look at much
+    else:
+        from tqdm import tqdm  # 20 ms that `import arrowcache` need not take
+    stream = sys.stderr
+    try:
+        is_there = stream is not None and not getattr(stream, "closed", False)
+    except ValueError:  # it was detached
+        is_there = False
+    if not is_there:
+        return tqdm(**options, disable=True)
+    return tqdm(**options, file=_Stderr(stream), disable=None if progress is None else not progress)
 
 
 # Text

@@ -16,8 +16,12 @@ Every message states the fact, the numbers and the way out. Plain wrong argument
 message, so it survives pickling through a worker process.
 """
 
+import logging
 import sys
 import warnings
+from contextlib import suppress
+
+_log = logging.getLogger("arrowcache")
 
 
 class ArrowCacheError(Exception):
@@ -69,12 +73,19 @@ def sentence_of(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-def warn(message: str) -> None:
-    """Give a RuntimeWarning that names the user's line, however deep the call is.
+def warn(message: str, kind: type[Warning] = RuntimeWarning) -> None:
+    """Give a warning that names the user's line, however deep the call is.
 
-    Raises: RuntimeWarning: a filter turns it into an error.
+    Raises: that warning, if a filter turns it into an error.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("arrowcache."):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    with suppress(ValueError, OSError):  # nobody reads stderr: it is closed, or a broken pipe
+        warnings.warn(message, kind, stacklevel=level)
+
+
+def log(message: str) -> None:
+    """Log a warning, from where one that a filter turns into an error would end what is under way."""
+    with suppress(ValueError, OSError):  # as above
+        _log.warning("%s", message, stacklevel=2)

@@ -31,6 +31,7 @@ EHWPOISON = 133  # a page of memory, or of the disk, is broken
 
 _MFD_CLOEXEC = 1
 _PR_SET_PDEATHSIG = 1
+_SIGSTKFLT = 16
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
@@ -51,6 +52,8 @@ _quick.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, c
 _quick.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _quick.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _libc.syscall.restype = ctypes.c_long
+_libc.signal.restype = ctypes.c_void_p
+_libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -90,6 +93,23 @@ def free_range(fd: int, start: int, nbytes: int) -> None:
     """
     if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, nbytes):
         raise _error()
+
+
+def fill_standard_streams() -> None:
+    """Open /dev/null as each of the descriptors 0 to 2 that is closed, as in a daemon; children get it.
+
+    Otherwise the next file of this process would have that number, and get what C libraries and child
+    processes write to stderr.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            if opened == fd:
+                os.set_inheritable(fd, True)
+            else:  # another thread was quicker
+                os.close(opened)
 
 
 def copy_beyond(fd: int, number: int) -> int:
@@ -152,6 +172,17 @@ def die_with_parent() -> None:
     The caller must check afterwards that the parent still lives: it may have ended before.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_after_parent() -> None:
+    """Let the kernel kill this process 16 s after the thread that started it has ended: instead of at once.
+
+    So it has time to end well, and dies even if it never lets go of the GIL. The kernel sends signal 16,
+    which nothing else does; its handler is the C library's `alarm`, whose argument is the signal's number:
+    16 s later SIGALRM kills the process.
+    """
+    _libc.signal(_SIGSTKFLT, ctypes.cast(_libc.alarm, ctypes.c_void_p))
+    _libc.prctl(_PR_SET_PDEATHSIG, _SIGSTKFLT)
 
 
 # memory

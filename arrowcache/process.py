@@ -128,6 +128,17 @@ class Channel:
         finally:
             os.close(fd)
 
+    def say_no_more(self) -> None:
+        """End this end's messages: the other process reads those sent before, then None."""
+        with suppress(OSError):  # it is closed, or the other process is gone
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def await_end(self) -> None:
+        """Block until the other process says no more, or is gone. In any thread."""
+        ends = select.poll()
+        ends.register(self._socket, select.POLLRDHUP)
+        ends.poll()
+
     def hang_up(self) -> None:
         """End the messages at both ends, also for a waiting thread."""
         with suppress(OSError):  # it is closed
@@ -257,6 +268,7 @@ def begin() -> tuple[Any, ...]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     linux.die_with_parent()
+    linux.fill_standard_streams()
     with suppress(OSError, RuntimeError, ValueError):  # no stderr
         faulthandler.enable()
     parent, *fds = map(int, sys.argv[2:])

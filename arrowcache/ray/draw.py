@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
-from arrowcache.pickling import unpickled
-from arrowcache.sampling.task import Done, Sampler, Task, draw, failure
+from arrowcache.sampling.task import Done, Sampler, Task, draw, failure, sampler_of
 
 
 class _WorkerState(NamedTuple):
@@ -33,35 +32,29 @@ def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[
 
     Args:
         sampler: the pickled sampler; Ray has it once a node.
-    Returns: the result, and the file's bytes, or None if the task failed, as `Done.error` tells. A task that
-        is cancelled returns its part.
+    Returns: the result, and the file's bytes, or None if the task failed, as `Done.error` tells.
+    Raises: KeyboardInterrupt: it was cancelled; the sampler's generator was closed by it.
     """
     try:
-        file, rows, is_part = _draw(task, form, sampler)
+        file, rows = _draw(task, form, sampler)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
         return failure(task, error), None
-    return Done(task.number, rows, file.nbytes, is_part=is_part), file
+    return Done(task.number, rows, file.nbytes), file
 
 
-def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], int, bool]:
+def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], int]:
     global _state
     key = (task.digest, form)
     if _state is None or _state.key != key:
-        _state = _WorkerState(key, unpickled(sampler), SegmentBuilder(form))
-    is_part = False
-    try:
-        draw(_state.sampler, task, _state.builder, _never)
-    except KeyboardInterrupt:  # Ray ends a task from outside so
-        is_part = True
-        if not _state.builder.rows:
-            raise
+        _state = _WorkerState(key, sampler_of(sampler), SegmentBuilder(form))
+    draw(_state.sampler, task, _state.builder, _never)
     encoded = _state.builder.encode()
     file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)
     start = 0
     for piece in encoded.pieces:
         file[start : start + piece.nbytes] = np.frombuffer(piece, np.uint8)
         start += piece.nbytes
-    return file, encoded.rows, is_part
+    return file, encoded.rows
 
 
 def _never(*_: Any) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from arrowcache.arrow.segment import Form
-from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.errors import SamplerError, SchemaError, log
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.draw import draw_segment
 from arrowcache.ray.ingest import GROUPS, NodeIngest, OpenedCache, OpenedPool
@@ -53,7 +53,6 @@ _STORE_SHARE = 0.5  # of the smallest object store, for segments in flight
 _AHEAD = 2  # segments a node, beside those being drawn: one being published, one on its way
 _LOOK_SECONDS = 0.1  # between two looks whether Ray still runs
 _FORCE_SECONDS = 1.0  # of STOP_SECONDS, for tasks that have to be killed
-_PARTS_SECONDS = 1.5  # for tasks to answer with their part, and again to publish it
 _LOST = (RayActorError, ActorUnschedulableError)
 
 
@@ -108,7 +107,6 @@ class RayEngine:
         self._pool, self._replicate = options.pool, replicate
         self._drawing: dict[Future[Done], tuple[Task, Any, Any]] = {}  # -> task, its reference, its file's
         self._publishing: dict[Future[Done], tuple[_Drawn, str]] = {}  # -> segment, node
-        self._again: list[int] | None = None  # tasks to be drawn again; None: no node was asked yet
         self._asked: Future[Any] | None = None  # the request to the node that was asked last
         self._outcomes: list[tuple[Task, Done]] = []  # results that `collect` has not returned yet
         self._least: int | None = None  # the next task's number; None: no node was asked yet
@@ -184,7 +182,7 @@ class RayEngine:
         if self.options.division:
             numbers = self._open_tasks(count)
         else:
-            numbers = self._returned(count) or [*self._numbers(count)]
+            numbers = [*self._numbers(count)]
         return [self.options.task(number) for number in numbers]
 
     def _begun(self) -> dict[str, OpenedPool]:
@@ -220,13 +218,6 @@ class RayEngine:
                 self._answer(node, "end_tasks", self._pool, [*moved])
                 self._found[node] = self._found[node]._replace(open_tasks=set())
         return claimed
-
-    def _returned(self, count: int) -> list[int]:
-        """Return tasks to be drawn again, of which an earlier pool published parts."""
-        if self._again is None:
-            self._again = self._answer(self._living()[0], "claim_returned", self._pool) or []
-        numbers, self._again = self._again[:count], self._again[count:]
-        return numbers
 
     def _numbers(self, count: int) -> range:
         if self._least is None:  # a node that was in a pool without the first node may be ahead of it
@@ -301,8 +292,7 @@ class RayEngine:
         for node in chosen:
             drawn.left.add(node)
             self.nodes[node].at_work += 1
-            name = "" if drawn.done.is_part else task.task_name
-            answer = self._ask(node, "publish", name, task.number, drawn.done.rows, drawn.file)
+            answer = self._ask(node, "publish", task.task_name, task.number, drawn.done.rows, drawn.file)
             self._publishing[answer] = drawn, node
 
     def _finish(self, answer: Future[Done]) -> None:
@@ -349,7 +339,7 @@ class RayEngine:
         with self._asking_ray():
             ray.kill(self.nodes[node].actor)  # a node that was only cut off would publish segments of others
         self._living()  # raises if there is none
-        _log.warning(f"node {node} was lost with its cache: the others go on")
+        log(f"node {node} was lost with its cache: the others go on")
         for answer, (drawn, name) in list(self._publishing.items()):
             if name == node:
                 del self._publishing[answer]
@@ -370,39 +360,10 @@ class RayEngine:
     def drawn_rows(self) -> int:
         return 0  # rows drawn on other nodes are not seen before they arrive
 
-    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
-        if self._ended or not self._is_connected():
-            return []
-        deadline = time.monotonic() + STOP_SECONDS
-        unfinished = {*waiting, *(self._again or ())}
-        unfinished |= {task.number for task, _, _ in self._drawing.values()}
-        unfinished |= {drawn.task.number for drawn, _ in self._publishing.values()}
-        published: list[Done] = []
-        try:
-            for _, report, _ in self._drawing.values():
-                ray.cancel(report)  # it answers with its part
-            drawn, _ = wait(self._drawing, _PARTS_SECONDS)
-            for answer in drawn:
-                self._hand_over(answer)  # a task cancelled without a part counts as failed
-            wait(self._publishing, _PARTS_SECONDS)
-            published = self._published_meanwhile()
-            unfinished -= {done.number for done in published if not done.is_part}
-            if unfinished:
-                wait(
-                    [self._ask(self._living()[0], "give_back", self._pool, [*unfinished])],
-                    _FORCE_SECONDS,
-                )
-        except (RayError, SamplerError) as error:  # the cluster is gone: those numbers are not drawn again
-            _log.debug("a pool's cluster ended before it: %s", error)
-        return published + self._end(deadline)
-
     def end(self) -> list[Done]:
-        return self._end(time.monotonic() + STOP_SECONDS)
-
-    def _end(self, deadline: float) -> list[Done]:
         if self._ended or not self._is_connected():
             return []
-        self._ended = True
+        self._ended, deadline = True, time.monotonic() + STOP_SECONDS
         results = []
         try:
             for _, report, _ in self._drawing.values():
@@ -434,7 +395,7 @@ class RayEngine:
                 continue
             self._count(node, done)
             if done.rows:
-                results[drawn.task.number] = replace(done, is_part=drawn.done.is_part)
+                results[drawn.task.number] = done
         return [*results.values()]
 
 

@@ -146,23 +146,6 @@ class NodeIngest:
             self._store.folder.sync_tasks(pool)
         return first
 
-    @ray.method(concurrency_group="asking")
-    def claim_returned(self, pool: str) -> list[int]:
-        """Claim all tasks of a pool that are to be drawn again, lowest first."""
-        numbers = []
-        with self._store.locked():
-            while (number := self._store.folder.take_returned_task(pool)) is not None:
-                numbers.append(number)
-        return numbers
-
-    @ray.method(concurrency_group="asking")
-    def give_back(self, pool: str, numbers: list[int]) -> None:
-        """Let a later pool draw claimed tasks again."""
-        with self._store.locked():
-            self._store.folder.return_tasks(pool, numbers)
-        if self._store.settings.durable:
-            self._store.folder.sync_tasks(pool)
-
     @ray.method(concurrency_group="publishing")
     def publish(self, task_name: str, number: int, rows: int, file: NDArray[np.uint8]) -> Done:
         """Publish a drawn segment, given as its file's bytes: a view of Ray's object store.

@@ -11,7 +11,6 @@ several loaders ask at once. A loader that is not paced neither waits nor counts
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError, warn
+from arrowcache.errors import ArrowCacheError, log, warn
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.plan import Plan
@@ -30,8 +29,6 @@ from arrowcache.reading.weighing import Weighing
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, format_count
-
-_log = logging.getLogger("arrowcache")
 
 _LEFT_SHARE = 0.75  # of the rows at least, once weights have the two eighths that they may take
 _GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
@@ -192,7 +189,7 @@ class Supply:
         try:
             warn(message)
         except RuntimeWarning:
-            _log.warning(message)
+            log(message)
 
     def most_passes(self) -> int | None:
         """Return the number of epochs that may read a segment. None means any number."""

@@ -2,28 +2,27 @@
 
 It decides when and how often a task is tried; the engine runs and numbers
 tasks: executors.py has the engine of one host. A task that fails is tried again with backoff, then given
-up while the others go on (at once, if it was refused). The pool ends when no task succeeds any more.
+up while the others go on. The pool ends when no task succeeds any more, and at once at a failure that cannot
+pass: see `task.is_settled`.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import random
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from arrowcache.display import progress_bar
+from arrowcache.errors import log
 from arrowcache.lifetimes import Origin, before_threads_are_joined
 from arrowcache.os_errors import explained
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, failure
 from arrowcache.storage.cache_lock import once_unlocked
-
-_log = logging.getLogger("arrowcache")
 
 STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.1
@@ -68,14 +67,6 @@ class Engine(Protocol):
         """
         ...
 
-    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
-        """As `end`, but publish the parts of tasks; a later pool draws these tasks again.
-
-        Args:
-            waiting: tasks that were to be tried again.
-        """
-        ...
-
 
 @dataclass(slots=True)
 class PoolState:
@@ -85,7 +76,6 @@ class PoolState:
     # Ctrl-C can leave a condition's own locked
     changed: threading.Condition = field(init=False)
     origin: Origin = field(default_factory=Origin)
-    with_parts: bool = False  # end by publishing the parts of tasks; set before `stopping`
     stopping: bool = False  # set without the lock: finalizers set it, and never wait for the lock
     finished: bool = False  # the thread has ended
     segments: int = 0
@@ -111,14 +101,10 @@ class Dispatcher:
         self._is_known = False  # to the interpreter, which ends a forgotten pool as it exits
         self._waiting: list[tuple[float, int, Task]] = []  # heap: when to try again, number, task
         self._failed_in_a_row = 0
+        self._is_settled = False  # a task failed in a way that cannot pass
         self._most_in_a_row = max(options.retries, engine.idle())
-        import tqdm  # 20 ms that `import arrowcache` need not take
-
-        self._bar = tqdm.tqdm(
-            desc=f"sampling {options.name}",
-            unit="seg",
-            total=options.segments,
-            disable=None if options.progress is None else not options.progress,
+        self._bar = progress_bar(
+            options.progress, desc=f"sampling {options.name}", unit="seg", total=options.segments
         )
 
     def run(self) -> None:
@@ -126,8 +112,8 @@ class Dispatcher:
         try:
             while not state.stopping and (self._refill() or self._at_work or self._waiting):
                 self._collect()
-                if self._failed_in_a_row > self._most_in_a_row:
-                    break  # no task succeeds: going on would fail for ever
+                if self._is_settled or self._failed_in_a_row > self._most_in_a_row:
+                    break  # going on would fail for ever
         except BaseException as error:  # noqa: BLE001  # wait() and stop() raise it
             state.error = explained(error) if isinstance(error, OSError) else error
         finally:
@@ -147,11 +133,7 @@ class Dispatcher:
     def close(self) -> None:
         """End, after the thread has ended, or never ran."""
         try:
-            if self._state.with_parts:
-                ended = self._engine.end_with_parts(task.number for _, _, task in self._waiting)
-            else:
-                ended = self._engine.end()
-            for done in ended:
+            for done in self._engine.end():
                 self._succeed(done)
         finally:
             self._bar.close()
@@ -206,7 +188,8 @@ class Dispatcher:
         state = self._state
         if state.stopping:
             return
-        if task.tries < self._retries and not done.refused:
+        self._is_settled |= done.settled
+        if task.tries < self._retries and not done.settled:
             backoff = min(_BACKOFF_SECONDS * 2**task.tries, _MOST_BACKOFF_SECONDS)
             due = time.monotonic() + backoff * random.uniform(0.5, 1.0)
             heapq.heappush(self._waiting, (due, task.number, replace(task, tries=task.tries + 1)))
@@ -220,7 +203,7 @@ class Dispatcher:
             state.failures += 1
             state.first_failure = state.first_failure or done.error
             state.changed.notify_all()
-        _log.warning(message)  # a warning turned into an error would end this thread
+        log(message)
 
 
 def failed(task: Task, error: BaseException) -> tuple[Task, Done]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from arrowcache.os_errors import explaining
 from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, run
-from arrowcache.storage.layout import alive_byte, part_byte, tasks_listed
+from arrowcache.storage.layout import alive_byte, tasks_listed
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.open_tasks import OpenTasks, require_division
 from arrowcache.storage.progress import seen_samplers, shown_pool
@@ -28,7 +27,6 @@ from arrowcache.storage.store import Store
 
 _END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
 _TOKEN_BITS = 60
-_PARTS_SECONDS = 3.0  # of STOP_SECONDS, for tasks to publish their parts
 
 
 class ExecutorEngine:
@@ -43,9 +41,9 @@ class ExecutorEngine:
         self._to_be_sent = options.workers  # tasks sent with the sampler unasked: one for each worker
         self._foreign = executor
         self._running: dict[Future[Done], Task] = {}
-        with explaining(store.folder.path):
+        self._executor = _own(options.workers) if executor is None else executor
+        with explaining(store.folder.path):  # what may fail comes before the sign
             self._watch, self._token = self._lock_token()
-            self._executor = _own(options.workers) if executor is None else executor
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
         self._open_tasks = OpenTasks(store, self._pool, self._watch) if options.division else None
         self._claimed = range(0) if options.division else range(self._token, self._token + 1)
@@ -77,8 +75,6 @@ class ExecutorEngine:
             if self._open_tasks is not None:
                 number = self._open_tasks.claim(self._options.tasks)
                 numbers = range(0) if number is None else range(number, number + 1)
-            elif (again := self._returned()) is not None:
-                numbers = range(again, again + 1)
             elif self._claimed:
                 numbers, self._claimed = self._claimed, range(0)
             else:
@@ -87,13 +83,6 @@ class ExecutorEngine:
         if self._store.settings.durable:
             folder.sync_tasks(self._pool)  # before the task begins: no task is done twice
         return [self._options.task(number, str(folder.path), self._token) for number in numbers[:count]]
-
-    def _returned(self) -> int | None:
-        """Return a task to be drawn again, of which an earlier pool published a part, or None."""
-        while (number := self._store.folder.take_returned_task(self._pool)) is not None:
-            if not any(segment.task == f"{self._pool}.{number}" for segment in self._store.segments()):
-                return number
-        return None
 
     def begin(self, task: Task) -> None:
         if self._to_be_sent:
@@ -152,34 +141,14 @@ class ExecutorEngine:
         )
 
     def end(self) -> list[Done]:
-        self._watch.close()  # tells the tasks at work to stop
-        return self._ended(_END_SECONDS, STOP_SECONDS - _END_SECONDS)
-
-    def end_with_parts(self, waiting: Iterable[int]) -> list[Done]:
-        self._watch.try_range(part_byte(self._token), 1, exclusive=True)
-        self._watch.unlock_range(alive_byte(self._token), 1)  # tells the tasks to publish their parts
-        wait(self._running, timeout=_PARTS_SECONDS)
-        self._watch.close()
-        unfinished = {*waiting, *self._claimed, *(task.number for task in self._running.values())}
-        left = (STOP_SECONDS - _PARTS_SECONDS) / 2
-        published = self._ended(left, left)
-        unfinished -= {done.number for done in published if not done.is_part}
-        if unfinished:
-            with self._store.locked(_END_SECONDS):
-                self._store.folder.return_tasks(self._pool, unfinished)
-            if self._store.settings.durable:
-                self._store.folder.sync_tasks(self._pool)
-        return published
-
-    def _ended(self, patience_seconds: float, cancelling_seconds: float) -> list[Done]:
-        """End running tasks. Returns those that ended."""
+        self._watch.close()  # tells the tasks at work to close their generators and end
         if self._foreign is None:
             self._executor.shutdown()
         else:
-            _, at_work = wait(self._running, timeout=patience_seconds)
+            _, at_work = wait(self._running, timeout=_END_SECONDS)
             for future in at_work:
                 future.cancel()  # not before: Dask forgets cancelled tasks, which go on
-            wait(at_work, timeout=cancelling_seconds)
+            wait(at_work, timeout=STOP_SECONDS - _END_SECONDS)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
         self._writes.close()

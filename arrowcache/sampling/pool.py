@@ -4,8 +4,9 @@
 one thread, the dispatcher's. The engine runs and numbers tasks. Guarantees:
 a task number is never given out twice for a (name, seed), by this pool, a concurrent or a later one, unless
 samples are divided among tasks: then each is drawn until it is published; a task that keeps failing is given
-up with its traceback while the others go on; `stop()` ends in bounded time; when the pool's process dies, in
-whatever way, its workers stop by themselves. No sample crosses the parent process.
+up with its traceback while the others go on; `stop()` closes the samplers' generators, and ends in bounded
+time; when the pool's process dies, in whatever way, its workers do the same by themselves. No sample crosses
+the parent process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from arrowcache.display import Card, Facts, Shown
-from arrowcache.errors import LoaderTimeoutError, SamplerError, WorkerError
+from arrowcache.errors import LoaderTimeoutError, SamplerError
 from arrowcache.lifetimes import finalizer
 from arrowcache.os_errors import start
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
@@ -95,20 +96,24 @@ class Pool:
     def __init__(self, engine: Engine, options: PoolOptions) -> None:
         self._state = PoolState()
         self._started = time.monotonic()
-        self._segments, self._is_divided = options.segments, bool(options.division)
+        self._segments = options.segments
         self._engine_drawn_rows = engine.drawn_rows
         self._seen_rows, self._seen_at = 0, 0.0
         self._reported = 0  # failures that were raised already
-        dispatcher = Dispatcher(self._state, engine, options)
-        self._thread = threading.Thread(target=dispatcher.run, name="arrowcache-pool", daemon=True)
-        finalizer(self, drop, self._state, self._thread)
+        thread: threading.Thread | None = None
         try:
-            start(self._thread)
-        except WorkerError:
-            dispatcher.close()
-            raise
-        except BaseException:  # Ctrl-C: it may run already
-            self._shut_down()
+            dispatcher = Dispatcher(self._state, engine, options)
+            self._thread = thread = threading.Thread(
+                target=dispatcher.run, name="arrowcache-pool", daemon=True
+            )
+            finalizer(self, drop, self._state, thread)
+            start(thread)
+        except BaseException:
+            if thread is None or thread.ident is None:
+                self._state.stopping = True
+                engine.end()
+            else:  # Ctrl-C: it may run already
+                self._shut_down()
             raise
 
     def stats(self) -> PoolStats:
@@ -185,24 +190,20 @@ class Pool:
                 if asked:
                     raise SamplerError(f"the pool ended with {published}, {' and '.join(asked)} waited for")
 
-    def stop(self, publish: bool = False) -> None:
+    def stop(self) -> None:
         """End the samplers, and discard their unpublished rows: no segment is published half. Idempotent.
 
-        In a forked child it does nothing: the samplers are the parent's.
-        Args:
-            publish: publish the rows drawn so far, as segments of fewer rows that carry no task's name; the
-                next pool of this name and seed draws those tasks again, from their first sample on. A part is
-                discarded, and drawn again, if its sampler takes more than some 3 s for its next sample, or if
-                it finds no room within that time; and always where the samples are divided among tasks, as
-                those of `Items`: the same would come twice.
+        Where a task takes long, smaller segments (`Cache.create(segment_rows=...)`) lose fewer rows.
+        Each sampler's generator is closed between two samples, in its own thread: its `finally` and `with`
+        run, and so do the `atexit` functions of the pool's own processes. A process whose sampler gives no
+        sample within 3 s has a SystemExit raised in the sampler; it is killed some 5 s after the stop. In a
+        forked child this does nothing: the samplers are the parent's.
         Blocks: until the workers are gone, at most about 5 s; a task of a user's executor that
             does not yield within that time is left to end by itself, and publishes nothing.
         Raises: SamplerError: tasks were given up, and no `wait` raised that before.
         """
         if not self._state.origin.is_here:
             return
-        if publish and not self._state.stopping and not self._is_divided:
-            self._state.with_parts = True
         self._shut_down()
         with self._state.lock:
             self._raise_failures()
@@ -271,8 +272,10 @@ class SamplerPool(Pool):
             `mpi4py.futures.MPIPoolExecutor`. The pool does not shut it down, and ends if it breaks. None:
             processes of its own, which survive notebooks and kills.
         segments: number of tasks after which the pool stops by itself. None means no limit.
-        retries: number of further attempts at a failing task, with backoff, before it is given up; after a
-            PermissionError there are none.
+        retries: number of further attempts at a failing task, with backoff, before it is given up. After a
+            failure that cannot pass there are none, and the pool ends at once: a sample that does not fit the
+            schema or is no mapping, a sampler that yields nothing, takes no generator, or whose module is not
+            found, a PermissionError.
         progress: show a bar. None shows one if stderr is a terminal.
         every_rank: allow a pool on each local rank of a distributed job. False allows it on the first only.
     Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled, `Items`

@@ -3,26 +3,26 @@
 The content of task k is a pure function of (sampler, seed, k): its generator is
 `default_rng(SeedSequence(seed, spawn_key=(k,)))`. Early tasks fill small segments, so that a slow source
 gives its first rows in seconds: see `size_of`. A sampler that ends early is called again with
-the same generator; it is closed once the segment is full. A task that fails or is told to stop
-publishes nothing; a task that ran twice is published once, because publishing drops a segment
-whose task is listed already.
+the same generator. A task that fails or is told to stop publishes nothing; a task that ran twice is published
+once, because publishing drops a segment whose task is listed already.
 
 A task stops when its pool does. The pool holds a lock on one byte of its file in pools/, which the kernel
-drops in whatever way the pool ends; the task looks at the lock a few times a second. If the pool holds
-another byte still, the task publishes its rows, as a part: without its name, so that it is drawn again.
+drops in whatever way the pool ends; the task looks at the lock a few times a second, between two samples.
+However a task ends, it closes its generator first, in the thread that drew from it: `finally` and `with` run.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import unpickled
 from arrowcache.sampling.rows import Rows
-from arrowcache.storage.layout import alive_byte, part_byte
+from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
 from arrowcache.storage.progress import Progress
 from arrowcache.storage.recovery import open_store
@@ -93,10 +93,9 @@ class Done:
     """The result of a task.
 
     `rows` is 0 if it was stopped or failed. `error` is the traceback of its exception: as text,
-    because not every exception survives the way back to the pool's process. `refused`: the exception was a
-    PermissionError; a store refuses each retry, too, and may lock the account in the end.
-    `is_part`: only a part was published, without the task's name. `lacks_sampler`: nothing was done, as the
-    worker lacks the sampler.
+    because not every exception survives the way back to the pool's process. `settled`: trying again would end
+    in the same way; a store that refuses may even lock the account in the end.
+    `lacks_sampler`: nothing was done, as the worker lacks the sampler.
     """
 
     number: int
@@ -105,8 +104,7 @@ class Done:
     waiting_seconds: float = 0.0
     stopped: bool = False
     error: str = ""
-    refused: bool = False
-    is_part: bool = False
+    settled: bool = False
     lacks_sampler: bool = False
 
 
@@ -133,7 +131,35 @@ def _pickled_sampler(task: Task) -> bytes | None:
 def failure(task: Task, error: BaseException) -> Done:
     """Return an error as the result of a task, with its traceback."""
     text = "".join(traceback.format_exception(error))
-    return Done(task.number, error=text, refused=isinstance(error, PermissionError))
+    return Done(task.number, error=text, settled=is_settled(error))
+
+
+#: Errors of which another try would only be one more, whoever raised them.
+_SETTLED = (SchemaError, CacheFormatError, PermissionError, ImportError)
+_CANNOT_UNPICKLE = (AttributeError, TypeError, pickle.UnpicklingError)
+_CANNOT_TAKE = (SamplerError, TypeError, ValueError)
+_E = TypeVar("_E", bound=BaseException)
+
+
+def settled(error: _E) -> _E:
+    """Mark an error, raised for a sampler or a sample that does not fit, as one that cannot pass."""
+    error.is_settled = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_settled(error: BaseException) -> bool:
+    """True if trying again would end in the same way. A sampler's own exceptions may pass."""
+    return isinstance(error, _SETTLED) or getattr(error, "is_settled", False)
+
+
+def sampler_of(data: bytes) -> Sampler:
+    """Unpickle a sampler. Raises: any Exception, those of a sampler that does not fit here as settled."""
+    try:
+        sampler: Sampler = unpickled(data)
+    except _CANNOT_UNPICKLE as error:
+        settled(error)
+        raise
+    return sampler
 
 
 class _Worker:
@@ -141,7 +167,7 @@ class _Worker:
 
     def __init__(self, task: Task, sampler: bytes) -> None:
         self._key = (task.cache, sampler)
-        self.sampler: Sampler = unpickled(sampler)
+        self.sampler = sampler_of(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), self.store.settings.form
         self.builder = SegmentBuilder(self._form)
@@ -174,6 +200,11 @@ class _Worker:
 _of_thread = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
 
 
+def is_closing() -> bool:
+    """True while this thread closes a sampler's generator: nothing is to interrupt its `finally`."""
+    return getattr(_of_thread, "is_closing", False)
+
+
 def run(task: Task) -> Done:
     """Draw and publish one segment; an error of the sampler, or of a sample, is returned in the result."""
     try:
@@ -192,26 +223,25 @@ def _run(task: Task) -> Done:
     has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
     try:
-        is_part = not draw(worker.sampler, task, worker.builder, has_ended, progress)
-        if is_part and not (worker.builder.rows and has_ended.wants_parts()):
+        if not draw(worker.sampler, task, worker.builder, has_ended, progress):
             return Done(task.number, stopped=True)
         encoded = worker.builder.encode()
 
         def is_cancelled() -> bool:  # called while there is no room
             if progress is not None:
                 progress.wait()
-            return has_ended() and not has_ended.wants_parts()
+            return has_ended()
 
         policy = RoomPolicy("wait", is_cancelled=is_cancelled, in_background=True)
         try:
-            published = worker.store.publish(encoded, "" if is_part else task.task_name, policy)
+            published = worker.store.publish(encoded, task.task_name, policy)
         except Cancelled:
             return Done(task.number, stopped=True)
     finally:
         if progress is not None:
             progress.end()
     # Also if `published` has no segment: then a worker died between publishing it and its answer.
-    return Done(task.number, encoded.rows, encoded.nbytes, published.waiting_seconds, is_part=is_part)
+    return Done(task.number, encoded.rows, encoded.nbytes, published.waiting_seconds)
 
 
 def draw(
@@ -236,28 +266,34 @@ def draw(
         progress.begin(task.number, builder.expected_rows)
     is_divided, empty_calls = getattr(sampler, "is_divided", False), 0
     while empty_calls < _EMPTY_CALLS:
-        samples = iter(sampler(rng))
+        samples = _called(sampler, rng)
         empty_calls += 1
         try:
             for sample in samples:
-                if not isinstance(sample, Mapping):
-                    raise SamplerError(
-                        f"a sampler must yield mappings of field names to values, not {type(sample).__name__}"
-                    )
-                is_over = has_ended()
-                rows = builder.convert(sample, many=isinstance(sample, Rows))
-                if rows.count:
-                    empty_calls = 0
-                taken = builder.rows
-                is_full = builder.take(rows, 0) < rows.count or builder.is_full
+                if has_ended():
+                    return False
+                try:
+                    if not isinstance(sample, Mapping):
+                        raise SamplerError(
+                            "a sampler must yield mappings of field names to values, not "
+                            f"{type(sample).__name__}"
+                        )
+                    rows = builder.convert(sample, many=isinstance(sample, Rows))
+                    if rows.count:
+                        empty_calls = 0
+                    taken = builder.rows
+                    is_full = builder.take(rows, 0) < rows.count or builder.is_full
+                except _CANNOT_TAKE as error:
+                    settled(error)
+                    raise
                 if progress is not None and rows.count:
                     progress.count(builder.rows, builder.expected_rows)
-                if is_over:
-                    return False
                 if is_full and is_divided and (builder.rows < taken + rows.count or next(samples, None)):
-                    raise SamplerError(
-                        f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
-                        "them: give Items a smaller segment_items, or the cache larger segments"
+                    raise settled(
+                        SamplerError(
+                            f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
+                            "them: give Items a smaller segment_items, or the cache larger segments"
+                        )
                     )
                 if is_full:
                     return True  # samples that no longer fit are dropped: the next task draws anew
@@ -268,12 +304,28 @@ def draw(
         finally:
             close = getattr(samples, "close", None)
             if close is not None:
-                close()
+                _of_thread.is_closing = True
+                try:
+                    close()
+                finally:
+                    _of_thread.is_closing = False
         if is_divided and builder.rows:
             return True
-    raise SamplerError(
-        f"the sampler yielded nothing in {_EMPTY_CALLS} calls: it must yield at least one sample a call"
+    raise settled(
+        SamplerError(
+            f"the sampler yielded nothing in {_EMPTY_CALLS} calls: it must yield at least one sample a call"
+        )
     )
+
+
+def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:
+    try:
+        return iter(sampler(rng))
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # from within the sampler
+        settled(error)  # it takes no generator, or returned nothing to iterate over
+        raise
 
 
 class _PoolWatch:
@@ -291,20 +343,15 @@ class _PoolWatch:
         if not self._ended and now - self._looked > _LOOK_SECONDS:
             self._looked = now
             with explaining(self._cache):
-                self._ended = not self._is_locked(alive_byte(self._token))
+                self._ended = not self._is_locked()
         return self._ended
 
-    def wants_parts(self) -> bool:
-        """True if a pool that has ended waits for the parts of its tasks."""
-        with explaining(self._cache):
-            return self._is_locked(part_byte(self._token))
-
-    def _is_locked(self, byte: int) -> bool:
+    def _is_locked(self) -> bool:
         try:
             file = LockFile(self._path)
         except FileNotFoundError:  # the cache is gone
             return False
         try:
-            return file.conflict(byte, 1) is not None
+            return file.conflict(alive_byte(self._token), 1) is not None
         finally:
             file.close()

@@ -163,6 +163,7 @@ class Folder:
     """The files below one cache folder."""
 
     def __init__(self, path: Path) -> None:
+        linux.fill_standard_streams()  # no file of a cache becomes anybody's stderr
         self.path = path
         self.segments = path / layout.SEGMENTS
         self._segments = os.fspath(self.segments)  # a Path costs as much as a stat
@@ -572,14 +573,6 @@ class Folder:
                 numbers.remove(number)
                 os.pwrite(fd, _packed(numbers), 8)  # who dies before the next call leaves the last one twice
                 os.ftruncate(fd, 8 + 8 * len(numbers))
-
-    def take_returned_task(self, pool: str) -> int | None:
-        """The lowest task that is to be drawn again, or None. Only under cache.lock."""
-        with contextlib.suppress(FileNotFoundError), _opened(self.pools / pool, os.O_RDWR) as fd:
-            if numbers := _returned(fd):
-                os.ftruncate(fd, 8 + 8 * (len(numbers) - 1))
-                return numbers[-1]
-        return None
 
     def read_division(self, pool: str) -> str:
         """The division of a pool's samples among its tasks, as `write_division` has it; empty if none is."""

@@ -16,7 +16,7 @@
                 are divided among tasks, these are all that were begun and are not published, and
                 <name>.<seed>.division says how: see open_tasks.py. A release that
                 knows the first number only leaves the others where they are, undrawn. Bytes far behind
-                are locked by pools: see `alive_byte`, `part_byte` and `task_byte`
+                are locked by pools: see `alive_byte` and `task_byte`
   notes/        <first>-<last>-<newest>-<digest>.<kind>.arrow: what is known of rows, see notes.py; and
                 <digest>.weights.arrow: the weights of an epoch, see reading/weights_file.py. There is no such
                 folder before the first, so that releases without notes refuse a cache that has some
@@ -203,11 +203,6 @@ def newer_format(what: str) -> CacheFormatError:
 def alive_byte(token: int) -> int:
     """The byte of a pool's file that the pool locks as long as it lives."""
     return token
-
-
-def part_byte(token: int) -> int:
-    """The byte that it locks as well while its tasks are to publish what they have, and end."""
-    return 2**61 + token
 
 
 def task_byte(number: int) -> int:

@@ -16,7 +16,6 @@ Must never: change a segment, or an epoch that is under way.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError, CacheFormatError, CacheFullError, warn
+from arrowcache.errors import ArrowCacheError, CacheFormatError, CacheFullError, log, warn
 from arrowcache.storage.layout import MOST_NOTE_BYTES, NoteFile
 from arrowcache.storage.note_lines import (
     EXCLUDED,
@@ -42,8 +41,6 @@ from arrowcache.storage.note_lines import (
 from arrowcache.storage.row_ids import found, is_row_id
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, require_text
-
-_log = logging.getLogger("arrowcache")
 
 MARKS, VALUES = "marks", "values"
 NO_TAGS = ("included", "all")  # what else may be said of rows
@@ -136,7 +133,7 @@ class Notes:
         """Log that values were lost, at most once a minute, for `warn_of_loss` to warn of the first time."""
         if (now := time.monotonic()) - self._logged > _SECONDS:
             self._logged = now
-            _log.warning(message)
+            log(message)
         if self._lost is None:
             self._lost = message
 

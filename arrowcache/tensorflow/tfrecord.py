@@ -24,6 +24,7 @@ import xxhash
 
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.display import progress_bar
 from arrowcache.errors import SchemaError
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import HasStore, store_of
@@ -168,10 +169,7 @@ class TFRecordImport(Intake):
 
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
-        import tqdm  # as in sampling/pool.py
-
-        disable = None if progress is None else not progress
-        with tqdm.tqdm(desc="importing", unit=" rows", disable=disable) as self._bar:
+        with progress_bar(progress, desc="importing", unit=" rows") as self._bar:
             super().run()
         if self.rows_there and not self.imported.rows:
             raise FileExistsError(

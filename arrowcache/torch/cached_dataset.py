@@ -30,7 +30,7 @@ from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
-from arrowcache.display import Card, Facts, Part, Shown, printable
+from arrowcache.display import Card, Facts, Part, Shown, printable, progress_bar
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError
 from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
@@ -386,8 +386,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Returns: the number of items in the cache.
         Raises: the error of the dataset inside.
         """
-        import tqdm
-
         workers = parse_count(workers, "workers", least=0)
         reader = self.reader_here()
         if reader is None:
@@ -403,8 +401,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             collate_fn=list,
             multiprocessing_context="fork" if workers else None,
         )
-        disable = None if progress is None else not progress
-        with tqdm.tqdm(total=len(missing), unit=" items", desc="filling", disable=disable) as bar:
+        with progress_bar(progress, total=len(missing), unit=" items", desc="filling") as bar:
             for stored in making:
                 bar.update(len(stored))
                 if not all(stored):

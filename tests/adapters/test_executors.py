@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -134,6 +135,39 @@ def test_a_full_cache_makes_the_workers_of_others_wait_and_stop_ends_that(cache,
         pool.stop()
     wait_until(lambda: cache.stats().waiting_writers == 0, "the end of their waiting")
     assert len([path for path in segment_files(cache) if "default" in path.name]) == pool.stats().segments
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_stopped_has_the_samplers_of_others_end_well(cache, executor, tmp_path):
+    begun, closed = tmp_path / "begun", tmp_path / "closed"
+    begun.mkdir()
+    closed.mkdir()
+
+    def sampler(rng):
+        first = str(rng.integers(1 << 20))
+        try:
+            yield row(int(first))
+            (begun / first).touch()
+            while True:
+                time.sleep(0.3)
+                yield row(1)
+        finally:
+            time.sleep(0.5)
+            (closed / first).touch()
+
+    large = make_cache(tmp_path / "large", segment_rows=1000, segment_bytes="2MiB", capacity="32MiB")
+    with SamplerPool(large, full(sampler), executor=executor, **QUICK):
+        wait_until(lambda: os.listdir(begun), "a sampler at work")
+    assert sorted(os.listdir(closed)) >= sorted(os.listdir(begun))
+    assert segment_files(large) == []
+
+
+@pytest.mark.slow
+def test_a_sample_that_does_not_fit_ends_the_pool_at_once(cache, executor):
+    pool = SamplerPool(cache, lambda rng: [{"id": 1.5}], executor=executor, retries=50, **QUICK)
+    with pytest.raises(ac.SamplerError, match=r"given up after 0 retries(.|\n)*SchemaError"):
+        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    pool.stop()
 
 
 class Keeper(Executor):

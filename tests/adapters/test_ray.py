@@ -31,7 +31,6 @@ from helpers import (
     make_cache,
     publish,
     ramp_rows,
-    read_ids,
     segment_files,
     wait_until,
 )
@@ -234,35 +233,35 @@ def test_every_node_that_is_alive_has_a_cache_if_none_is_named(caches, cluster, 
     assert by_function.path_on("abcdef") == tmp_path / "abc"
 
 
-def test_stop_may_publish_what_was_drawn_anywhere_and_the_next_pool_draws_those_tasks_again(caches, tmp_path):
-    begun = tmp_path / "begun"
-    begun.mkdir()
+def test_stop_closes_the_generators_of_samplers_anywhere(caches, tmp_path):
+    begun, closed = tmp_path / "begun", tmp_path / "closed"
+    for folder in (begun, closed):
+        folder.mkdir()
 
     def slow(rng):
         first = int(rng.integers(1 << 20))
-        yield row(first)
-        for _ in range(4):
-            yield row(int(rng.integers(1 << 20)))
-        Path(begun, str(first)).touch()
-        while True:
+        try:
+            yield row(first)
+            Path(begun, str(first)).touch()
+            time.sleep(600)
+        finally:
             time.sleep(0.5)
-            yield row(int(rng.integers(1 << 20)))
+            Path(closed, str(first)).touch()
 
     pool = SamplerPool(caches, full(slow), **OPTIONS)
     wait_until(lambda: len(os.listdir(begun)) >= 2, "two samplers at work")
-    pool.stop(publish=True)
-    parts = [read_ids(path) for cache in opened(caches) for path in segment_files(cache)]
-    assert len(parts) == pool.stats().segments >= 2
-    known = {expected(number)[0]: number for number in range(10)}
-    assert sorted(known[ids[0]] for ids in parts) == sorted({known[ids[0]] for ids in parts})
-    assert all(len(ids) >= 5 for ids in parts)
-    for cache in opened(caches):
-        assert {path.stem[-1] for path in segment_files(cache)} <= {"-"}, "no part has a task's name"
-        assert cache.verify() == []
-        cache.evict("1GB")
-    with SamplerPool(caches, draws(), segments=4, **OPTIONS) as again:
-        again.wait(timeout=LONG_SECONDS)
-    assert sorted(split(caches)) == [0, 1, 2, 3]
+    pool.stop()
+    assert os.listdir(begun)
+    assert sorted(os.listdir(closed)) == sorted(os.listdir(begun))
+    assert pool.stats().segments == 0
+
+
+@pytest.mark.parametrize("sampler", [lambda rng: None, lambda rng: [{"id": 1.5}]], ids=["none", "schema"])
+def test_what_cannot_pass_ends_a_pool_at_its_first_try(caches, sampler):
+    pool = SamplerPool(caches, sampler, retries=50, **OPTIONS)
+    with pytest.raises(ac.SamplerError, match="given up after 0 retries"):
+        pool.wait(segments=1, timeout=LONG_SECONDS)
+    pool.stop()
 
 
 # waiting

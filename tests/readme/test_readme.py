@@ -119,6 +119,20 @@ def test_the_first_example_trains_while_samplers_publish(tmp_path, torch):
 
 
 @pytest.mark.slow
+def test_the_first_example_can_be_started_again_and_goes_on(tmp_path, torch):
+    then = """
+        with ac.Cache.open(CACHE) as cache:
+            print(cache.stats().rows, len({s.task for s in cache.store.segments()}), cache.stats().segments)
+    """.replace("CACHE", repr(str(tmp_path / "cache")))
+    rows = 0
+    for _ in range(2):
+        now, tasks, segments = map(int, run(tmp_path, *BLOCKS[FIRST], then=then).split())
+        assert now > rows
+        assert tasks == segments
+        rows = now
+
+
+@pytest.mark.slow
 def test_the_recipe_of_a_slow_dataset_reads_each_item(tmp_path, torch):
     out = run(
         tmp_path, "from torch.utils.data import DataLoader", *BLOCKS["A slow Dataset"],

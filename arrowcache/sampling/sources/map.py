@@ -15,7 +15,7 @@ from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
-from arrowcache.sampling.task import Sampler
+from arrowcache.sampling.task import Sampler, settled
 from arrowcache.units import require_function
 
 
@@ -82,9 +82,11 @@ class Map(Source):
                     self._function(dict(sample), rng) if self._with_rng else self._function(dict(sample))
                 )
                 if not isinstance(changed, Mapping):
-                    raise SamplerError(
-                        f"{self!r}: the function must return a sample, a mapping of field names to values, "
-                        f"not {type(changed).__name__}"
+                    raise settled(
+                        SamplerError(
+                            f"{self!r}: the function must return a sample, a mapping of field names to "
+                            f"values, not {type(changed).__name__}"
+                        )
                     )
                 yield changed
         finally:

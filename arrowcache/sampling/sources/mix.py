@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from arrowcache.arrow.schema import Schema
-from arrowcache.errors import SamplerError, SchemaError, sentence_of
+from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
+from arrowcache.lifetimes import call_all
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
-from arrowcache.sampling.task import Sampler
+from arrowcache.sampling.task import Sampler, settled
 
 ON_ERROR = ("raise", "skip")
 _EMPTY_CALLS = 3  # of a source in a row, as in a task
-
-_log = logging.getLogger("arrowcache")
 
 
 class Mix(Source):
@@ -75,7 +73,7 @@ class Mix(Source):
                     if not self._skips:
                         raise
                     why = sentence_of(error)
-                    _log.warning("%s failed and is left out of this task: %s", self._names[number], why)
+                    log(f"{self._names[number]} failed and is left out of this task: {why}")
                     left = [other for other in left if other != number]
                     if not left:
                         message = f"all {len(streams)} sources failed, the last with: {why}"
@@ -84,8 +82,7 @@ class Mix(Source):
                 else:
                     yield sample
         finally:
-            for stream in streams:
-                stream.close()
+            call_all(stream.close for stream in streams)
 
     def close(self) -> None:
         for source in self._sources:
@@ -100,8 +97,11 @@ class Mix(Source):
             for sample in single(self._sources[number](rng)):
                 empty = 0
                 yield sample
-        raise SamplerError(
-            f"{self._names[number]} yielded nothing in {_EMPTY_CALLS} calls: it must yield a sample a call"
+        raise settled(
+            SamplerError(
+                f"{self._names[number]} yielded nothing in {_EMPTY_CALLS} calls: it must yield a sample a "
+                "call"
+            )
         )
 
 

@@ -11,6 +11,7 @@ import errno
 import io
 import os
 from collections import Counter
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +31,9 @@ URI = str | os.PathLike[str]
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".zip")
 _HEAD_BYTES = 512
 _MOST_NAMED = 20
+_AUTHORITY_END = re.compile("[/?#]")
+_CUT_SECRET = re.compile(r"[^@\[]*:[^@]*[^@\d][^@]*")  # not a host with a port, nor of IPv6
+_CONTAINERS = ("abfs", "abfss")  # their URIs name a container where others have a key
 _AT_ONCE = 16  # requests at a time, each of which waits for the store
 
 
@@ -257,12 +261,18 @@ def _connect(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def _redacted(uri: str) -> str:
-    """Return a URI without key, secret and options."""
+    """Return a URI without key, secret and options. A path is returned as it is, whatever it contains."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
-    rest = rest.partition("?")[0]
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    authority = _AUTHORITY_END.split(rest)[0]
+    if _CUT_SECRET.fullmatch(authority) and "@" in rest:  # "key:sec/ret@bucket": it should be "key:sec%2Fret"
+        rest = rest.rpartition("@")[2]
+    elif "@" in authority:
+        user, _, host = authority.rpartition("@")
+        container = user.partition(":")[0] if scheme in _CONTAINERS else ""
+        rest = f"{container}{'@' if container else ''}{host}{rest[len(authority) :]}"
+    return f"{scheme}://{rest.partition('?')[0]}"
 
 
 def _as_filesystem(filesystem: Any) -> fs.FileSystem | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-import itertools
+import atexit
+import ctypes
+import importlib
 import logging
 import os
 import pickle
@@ -11,10 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers import (
     DEADLINE_SECONDS,
@@ -26,7 +30,6 @@ from helpers import (
     make_cache,
     open_files,
     publish,
-    read_ids,
     segment_files,
     wait_until,
 )
@@ -42,6 +45,7 @@ from arrowcache import SamplerPool, process
 from arrowcache.sampling import executors
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.pool import Pool
+from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Done, Task
 from arrowcache.storage.progress import seen_samplers
 
@@ -255,25 +259,121 @@ def refuses(rng):
     yield
 
 
-@pytest.mark.parametrize(
-    ("sampler", "words", "retries"),
-    [
-        (lambda rng: 1 / 0, "ZeroDivisionError", 0),
-        (lambda rng: None, "NoneType", 0),
-        (lambda rng: [], "yielded nothing", 0),
-        (lambda rng: [7], "must yield mappings", 0),
-        (lambda rng: [{"id": 1}], "lacks 'image'", 0),
-        (refuses, "refuses these credentials: 's3://bucket/table'", 2),  # without a second try
-    ],
-    ids=["raises", "none", "empty", "number", "schema", "credentials"],
-)
-def test_a_sampler_that_always_fails_ends_its_pool(cache, threads, sampler, words, retries):
-    pool = SamplerPool(cache, sampler, executor=threads, retries=retries, **QUICK)
-    with pytest.raises(ac.SamplerError, match=words):
+def test_a_sampler_that_always_fails_ends_its_pool(cache, threads):
+    pool = SamplerPool(cache, lambda rng: 1 / 0, executor=threads, retries=0, **QUICK)
+    with pytest.raises(ac.SamplerError, match="ZeroDivisionError"):
         pool.wait(segments=1, timeout=DEADLINE_SECONDS)
     pool.stop()
     assert (pool.stats().segments, pool.stats().retries) == (0, 0)
     assert cache.verify() == []
+
+
+class Unfindable:
+    """A sampler whose module the worker does not find."""
+
+    def __call__(self, rng):
+        yield row(1)
+
+    def __reduce__(self):
+        return importlib.import_module, ("a_module_that_is_nowhere",)
+
+
+def imports_in_vain(rng):
+    import a_module_that_is_nowhere
+
+    yield a_module_that_is_nowhere
+
+
+def misspells(rng):
+    yield {**row(1), "imgae": 1}
+
+
+def of_another_type(rng):
+    while True:
+        yield {**row(1), "image": np.zeros((16, 16))}  # float64
+
+
+def of_another_shape(rng):
+    yield row(1)
+    yield {**row(1), "image": np.zeros((16, 15), np.float32)}
+
+
+def of_many_lengths(rng):
+    yield ac.Rows(id=[1, 2], image=np.zeros((3, 16, 16), np.float32))
+
+
+CANNOT_PASS = {
+    "another dtype": (of_another_type, "'image'.*float64"),
+    "another shape": (full(of_another_shape), "'image'"),
+    "a misspelt field": (misspells, "imgae"),
+    "a missing field": (lambda rng: [{"id": 1}], "lacks 'image'"),
+    "rows of many lengths": (of_many_lengths, "rows|length"),
+    "None": (lambda rng: None, "NoneType"),
+    "a dict in place of an iterator of them": (lambda rng: row(1), "must yield mappings"),
+    "a list of numbers": (lambda rng: [7], "must yield mappings"),
+    "an array": (lambda rng: np.zeros(3), "must yield mappings"),
+    "nothing": (lambda rng: [], "yielded nothing"),
+    "a function without a parameter": (lambda: [row(1)], "positional argument"),
+    "a function of two": (lambda rng, more: [row(1)], "positional argument"),
+    "a module that is not found by pickle": (Unfindable(), "a_module_that_is_nowhere"),
+    "a module that is not found at work": (imports_in_vain, "a_module_that_is_nowhere"),
+    "credentials": (refuses, "refuses these credentials: 's3://bucket/table'"),
+    "a Map's result": (
+        lambda rng: Map(draws(), lambda sample: 7, schema={"x": ac.Tensor("int8")})(rng),
+        "Map",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", first_is_quick(["threads", "processes", "its own"]))
+@pytest.mark.parametrize("case", [*CANNOT_PASS])
+def test_what_cannot_pass_ends_a_pool_at_its_first_try(cache, case, kind):
+    sampler, words = CANNOT_PASS[case]
+    with EXECUTORS[kind]() or nullcontext() as executor:
+        pool = SamplerPool(cache, sampler, executor=executor, retries=1000, **QUICK)
+        with pytest.raises(ac.SamplerError, match=words):
+            pool.wait(segments=100, timeout=DEADLINE_SECONDS)
+        pool.stop()
+    assert (pool.stats().segments, pool.stats().retries) == (0, 0)
+    assert 1 <= pool.stats().failures <= 2, "each worker tried once at most"
+    assert not writes(cache)
+    assert cache.verify() == []
+
+
+def test_a_sample_larger_than_a_segment_ends_a_pool_at_its_first_try(tmp_path, threads):
+    schema = ac.Schema({"text": ac.String()})
+    cache = ac.Cache.create(tmp_path / "cache", schema, capacity="1MiB", segment_bytes="64KiB")
+    pool = SamplerPool(cache, lambda rng: [{"text": "x" * (1 << 18)}], executor=threads, **QUICK)
+    with pytest.raises(ac.SamplerError, match=r"after 0 retries(.|\n)*RowTooLargeError"):
+        pool.wait(segments=1, timeout=DEADLINE_SECONDS)
+    pool.stop()
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, KeyError, ac.SamplerError, FileNotFoundError])
+def test_a_samplers_own_exceptions_may_pass(cache, threads, tmp_path, kind):
+    def sampler(rng):
+        try:
+            (tmp_path / "failed").touch(exist_ok=False)
+        except FileExistsError:
+            yield from draws()(rng)
+        else:
+            raise kind("this time only")
+
+    stats = sampled(cache, sampler, executor=threads, segments=2, retries=1, workers=1)
+    assert (stats.segments, stats.retries, stats.failures) == (2, 1, 0)
+
+
+def test_a_sample_that_does_not_fit_is_told_in_place_of_the_loader_that_waited(cache, threads):
+    def train():
+        with (
+            SamplerPool(cache, of_another_type, executor=threads, **QUICK),
+            ac.Loader(cache, 16, timeout=3.0) as loader,
+        ):
+            next(iter(loader))
+
+    with pytest.raises(ac.SamplerError, match="float64") as caught:
+        train()
+    assert isinstance(caught.value.__cause__, ac.LoaderTimeoutError)
 
 
 def test_stop_raises_what_no_wait_did(cache, threads):
@@ -475,29 +575,50 @@ def test_stats_count_what_was_published(cache, threads):
     assert stats.waiting_seconds >= 0
 
 
-# what was drawn when it is stopped
+# the end of samplers
 
 
-def slow_after(rows):
-    """A sampler like `draws()` that takes its time after so many rows of a task."""
+def closing(folder: Path, seconds: float = 0.0, held: float = 0.0) -> Callable[..., Any]:
+    """Like `draws()`; notes where each task begins, and where its `with`, `finally` and `atexit` have run.
+
+    Args:
+        seconds: how long it takes for its second sample.
+        held: how long its `finally` takes.
+    """
+    for name in ("begun", "closed", "left", "exited"):
+        (folder / name).mkdir(exist_ok=True)
+
+    def note(name):
+        Path(folder, name, str(os.getpid())).touch()
+
+    @contextmanager
+    def server():
+        try:
+            yield
+        finally:
+            note("left")
 
     def sampler(rng):
-        for number in itertools.count():
-            if number >= rows:
-                time.sleep(0.02)
-            yield row(int(rng.integers(1 << 20)))
+        atexit.register(note, "exited")
+        with server():
+            try:
+                yield row(int(rng.integers(1 << 20)))
+                note("begun")
+                while True:
+                    time.sleep(seconds)
+                    yield row(int(rng.integers(1 << 20)))
+            finally:
+                time.sleep(held)
+                note("closed")
 
     return full(sampler)
 
 
-def drawn(cache) -> list[int]:
-    """How many rows samplers have drawn and not published; at least 0 for each of two."""
-    return sorted([0, 0, *(each.rows for each in seen_samplers(cache.path) if each.rows)])[-2:]
-
-
-def parts(cache) -> list[list[int]]:
-    """The ids of segments that carry no task's name."""
-    return [read_ids(path) for path in segment_files(cache) if path.stem.endswith("-")]
+def ends_well(folder: Path, *, exits: bool = True) -> None:
+    begun = signs(folder / "begun")
+    assert begun
+    for name in ("closed", "left", *(["exited"] if exits else [])):
+        assert set(signs(folder / name)) >= set(begun), name
 
 
 @pytest.fixture
@@ -508,74 +629,131 @@ def large(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", [*EXECUTORS])
-def test_stop_may_publish_what_was_drawn_and_the_next_pool_draws_those_tasks_again(large, executor):
-    with EXECUTORS[executor]() or nullcontext() as executor:
-        pool = SamplerPool(large, slow_after(5), executor=executor, **QUICK)
-        wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
-        stop_in_time(pool, publish=True)
-        found = sorted(parts(large), key=lambda ids: ids[0] == expected(1)[0])
-        assert found == [expected(number, rows=len(ids)) for number, ids in enumerate(found)]
-        assert [len(ids) >= 5 for ids in found] == [True, True]
-        assert (pool.stats().segments, pool.stats().rows) == (2, sum(map(len, found)))
-        assert tasks(large) == {}, "no part has a task's name"
-        sampled(large, executor=executor, segments=3)
-        assert sorted(tasks(large)) == [0, 1, 2]
-        sampled(large, executor=executor, segments=1)
-        assert sorted(tasks(large)) == [0, 1, 2, 3], "once"
-    assert large.verify() == []
+@pytest.mark.parametrize("how", ["stop", "with", "error"])
+def test_a_pool_that_ends_has_its_samplers_end_well(large, tmp_path, executor, how):
+    with EXECUTORS[executor]() or nullcontext() as others:
+        pool = SamplerPool(large, closing(tmp_path, 0.02, held=0.5), executor=others, **QUICK)
+        wait_until(lambda: signs(tmp_path / "begun"), "a sampler at work")
+        if how == "stop":
+            pool.stop()
+        elif how == "with":
+            with pool:
+                pass
+        else:
+            with pytest.raises(KeyError), pool:
+                raise KeyError("mine")
+        ends_well(tmp_path, exits=others is None)
+    assert segment_files(large) == []
 
 
-def test_stop_alone_publishes_nothing_half_and_its_tasks_are_passed_over(large, threads):
-    pool = SamplerPool(large, slow_after(5), executor=threads, **QUICK)
-    wait_until(lambda: drawn(large) >= [5, 5], "both workers to have drawn something")
+@pytest.mark.slow
+def test_the_tasks_of_a_pool_that_was_stopped_are_passed_over(large, threads, tmp_path):
+    pool = SamplerPool(large, closing(tmp_path, 0.02), executor=threads, **QUICK)
+    wait_until(lambda: pool.stats().drawn_rows >= 2, "both samplers to have drawn something")
     pool.stop()
-    pool.stop(publish=True)  # too late: they have ended
     assert segment_files(large) == []
     sampled(large, executor=threads, segments=1)
     assert sorted(tasks(large)) == [2]
 
 
 @pytest.mark.slow
-def test_what_a_stuck_sampler_has_is_discarded_in_time_and_drawn_again(large, threads, tmp_path, monkeypatch):
-    monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
-    gate = tmp_path / "gate"
-    pool = SamplerPool(large, full(gated(tmp_path, gate)), executor=threads, **QUICK)
-    wait_until(lambda: pool.stats().drawn_rows == 2, "both workers at work")
-    stop_in_time(pool, publish=True)
-    gate.touch()
-    assert segment_files(large) == []
-    sampled(large, executor=threads, segments=2)
-    assert sorted(tasks(large)) == [0, 1]
-
-
-def test_a_task_that_waits_to_be_tried_again_is_left_to_the_next_pool(cache, threads, monkeypatch):
-    monkeypatch.setattr("arrowcache.sampling.dispatcher._BACKOFF_SECONDS", 1000.0)
-    pool = SamplerPool(cache, lambda rng: 1 / 0, executor=threads, segments=3, **QUICK)
-    wait_until(lambda: pool.stats().retries == 3, "all tasks to have failed once")
-    pool.stop(publish=True)
-    sampled(cache, executor=threads, segments=3)
-    assert tasks(cache) == {number: expected(number) for number in range(3)}
+def test_a_pool_that_has_done_all_its_tasks_has_its_processes_exit_as_usual(cache, tmp_path):
+    sampled(cache, closing(tmp_path), segments=3)
+    ends_well(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_segment_that_waits_for_room_is_drawn_again(cache, threads, monkeypatch):
-    monkeypatch.setattr("arrowcache.sampling.executors._PARTS_SECONDS", 0.3)
+@pytest.mark.parametrize("why", ["room", "pace"])
+def test_samplers_that_wait_to_publish_end_well(cache, tmp_path, why):
     publish(cache, 30)
-    with cache.snapshot():
-        pool = SamplerPool(cache, full(draws()), executor=threads, **QUICK)
+    held = cache.snapshot() if why == "room" else nullcontext()
+    if why == "pace":
+        cache.set_pace(ac.Pace(samples_per_insert=1.0, tolerance=1))
+    with held:
+        pool = SamplerPool(cache, closing(tmp_path), **QUICK)
         wait_until(lambda: cache.stats().waiting_writers == 2, "both to wait")
-        stop_in_time(pool, publish=True)
-        before = sorted(tasks(cache))
-    sampled(cache, full(draws()), executor=threads, segments=2)
-    assert sorted(tasks(cache)) == [*range(len(before) + 2)], "without a gap, whichever two had waited"
+        stop_in_time(pool)
+        ends_well(tmp_path)
 
 
-def test_a_task_to_be_drawn_again_that_is_published_after_all_is_passed_over(cache, threads):
-    sampled(cache, executor=threads, segments=3)
-    with cache.store.locked():
-        cache.store.folder.return_tasks("default.0", [1])
-    sampled(cache, executor=threads, segments=1)
-    assert sorted(tasks(cache)) == [0, 1, 2, 3]
+@pytest.mark.slow
+@pytest.mark.parametrize("within", ["map", "mix", "iterator"])
+def test_samplers_within_others_end_well(large, tmp_path, within):
+    inner = closing(tmp_path, 0.02)
+    sampler: Any
+    if within == "map":
+        sampler = Map(inner, dict, schema=large.schema)
+    elif within == "mix":
+        others = Map(draws(), dict, schema=large.schema)
+        sampler = Mix([(Map(inner, dict, schema=large.schema), 1), (others, 1)])
+    else:
+
+        def sampler(rng):
+            return map(dict, inner(rng))
+
+    pool = SamplerPool(large, sampler, **QUICK)
+    wait_until(lambda: signs(tmp_path / "begun"), "a sampler at work")
+    stop_in_time(pool)
+    ends_well(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_failing_task_has_its_sampler_end_well(cache, tmp_path):
+    inner = closing(tmp_path)
+
+    def fails(rng):
+        for number, sample in enumerate(inner(rng)):
+            yield sample if number < 2 else {"id": 1.5}
+
+    pool = SamplerPool(cache, fails, **QUICK)
+    with pytest.raises(ac.SamplerError, match="SchemaError"):
+        pool.wait(segments=100, timeout=DEADLINE_SECONDS)
+    ends_well(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [0.0, 2.5])
+def test_a_sampler_that_gives_no_sample_is_interrupted_but_not_its_finally(large, tmp_path, held):
+    """With 2.5 s, the end of the time for closing comes within `finally` where samples come quickly."""
+    pool = SamplerPool(large, closing(tmp_path, 0.8 if held else 3600.0, held), **QUICK)
+    wait_until(lambda: signs(tmp_path / "begun"), "a sampler at work")
+    stop_in_time(pool)
+    ends_well(tmp_path)
+
+
+def holds_the_gil(rng):
+    yield row(1)
+    Path(place, str(os.getpid())).touch()
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def ignores_everything(rng):
+    yield row(1)
+    while True:
+        try:
+            Path(place, str(os.getpid())).touch()
+            time.sleep(3600)
+        except BaseException:
+            pass
+
+
+place = ""  # where both note that they are stuck; sent with them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stuck", [holds_the_gil, ignores_everything])
+def test_a_sampler_that_never_ends_is_killed_in_time(large, tmp_path, stuck):
+    folder = str(tmp_path)
+
+    def sampler(rng):
+        stuck.__globals__["place"] = folder
+        yield from stuck(rng)
+
+    pool = SamplerPool(large, sampler, **QUICK)
+    numbers = lambda: [name for name in signs(tmp_path) if name.isdecimal()]  # noqa: E731
+    wait_until(lambda: len(numbers()) == 2, "both to be stuck")
+    stop_in_time(pool)
+    assert not any(Path("/proc", pid).exists() for pid in numbers())
 
 
 # the sign that somebody writes
@@ -621,9 +799,9 @@ def test_of_two_pools_the_last_one_to_end_takes_the_sign_down(cache, threads):
     assert not writes(cache)
 
 
-def stop_in_time(pool: SamplerPool, **options: bool) -> None:
+def stop_in_time(pool: SamplerPool) -> None:
     started = time.monotonic()
-    pool.stop(**options)
+    pool.stop()
     assert time.monotonic() - started < STOP_SECONDS
 
 
@@ -750,9 +928,6 @@ class Engine:
 
     def drawn_rows(self) -> int:
         return 0
-
-    def end_with_parts(self, waiting) -> list[Done]:
-        return self.end()
 
     def end(self) -> list[Done]:
         self.ends += 1
@@ -945,6 +1120,83 @@ def test_workers_with_a_slow_sampler_are_gone_within_5_s_after_their_parent_was_
     publish(cache, 1)
     assert os.listdir(cache.path / "incoming") == []
     assert cache.stats().leased_bytes == 0
+
+
+ENDINGS = """
+    import os, signal, sys, time
+    from pathlib import Path
+    import numpy.random
+    import arrowcache as ac
+    from helpers import full, sample
+
+    folder, seconds = Path(sys.argv[2]), float(sys.argv[3])
+
+    def sampler(rng):
+        Path(folder, "begun").touch()
+        try:
+            while True:
+                yield sample(int(rng.integers(1 << 20)))
+                Path(folder, "drawn").touch()
+                time.sleep(seconds)
+        finally:
+            time.sleep(0.2)
+            Path(folder, "closed").touch()
+
+    if __name__ == "__main__":
+        cache, loader = ac.Cache.open(sys.argv[1]), ac.Loader
+        pool = ac.SamplerPool(cache, full(sampler), workers=1, progress=False)
+        while not Path(folder, "drawn").exists():
+            time.sleep(0.01)
+        print("ready", flush=True)
+        with pool:
+            sys.stdin.readline()
+            if sys.argv[4] == "os._exit":
+                os._exit(1)
+            if sys.argv[4] == "exit":
+                sys.exit(1)
+"""
+DEATHS = ["SIGKILL", "SIGTERM", "SIGHUP to all", "SIGTERM to all", "Ctrl-C", "os._exit", "exit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.05, 3600.0])
+@pytest.mark.parametrize("how", DEATHS)
+def test_samplers_end_well_however_the_pools_process_ends(large, tmp_path, how, seconds):
+    with Script(ENDINGS, large.path, tmp_path, seconds, how) as script:
+        assert script.line() == "ready"
+        if how == "Ctrl-C":
+            script.signal_group(signal.SIGINT)
+        elif how.endswith("to all"):
+            script.signal_group(signal.Signals[how.split()[0]])
+        elif how.startswith("SIG"):
+            os.kill(script.pid, signal.Signals[how])
+        else:
+            script.say("")
+        wait_until(lambda: not script.processes(), "all processes to end")
+        assert (tmp_path / "closed").exists()
+    assert large.verify() == []
+    assert not writes(large)
+
+
+@pytest.mark.slow
+def test_a_worker_that_gets_sigterm_ends_well_and_costs_no_task(cache, tmp_path):
+    with SamplerPool(cache, closing(tmp_path, 3600.0), workers=1, retries=1, progress=False) as pool:
+        wait_until(lambda: signs(tmp_path / "begun"), "a sampler at work")
+        (pid,) = signs(tmp_path / "begun")
+        os.kill(int(pid), signal.SIGTERM)
+        wait_until(lambda: len(signs(tmp_path / "begun")) == 2, "another process at work")
+        assert signs(tmp_path / "closed") == signs(tmp_path / "exited") == [pid]
+        assert (pool.stats().retries, pool.stats().failures) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_holds_the_gil_does_not_outlive_the_pools_process_for_long(large, tmp_path):
+    code = ENDINGS.replace("time.sleep(seconds)", "import ctypes; ctypes.PyDLL(None).sleep(3600)")
+    with Script(code, large.path, tmp_path, 0, "") as script:
+        assert script.line() == "ready"
+        wait_until(lambda: len(script.processes()) == 2, "the worker")
+        script.kill()
+        wait_until(lambda: not script.processes(), "the worker to end")
 
 
 def workers_of(script: Script) -> list[str]:

@@ -417,13 +417,15 @@ def test_a_link_is_never_written_through(folder, target):
         LockFile(folder.cache_lock)
 
 
-def test_tasks_to_be_drawn_again_are_taken_lowest_first_and_once(folder):
-    assert folder.take_returned_task("pool.0") is None
+def test_tasks_to_be_drawn_again_are_listed_lowest_first_and_once(folder):
+    assert folder.returned_tasks("pool.0") == []
     assert folder.claim_tasks("pool.0", 10) == 0
-    assert folder.take_returned_task("pool.0") is None
+    assert folder.returned_tasks("pool.0") == []
     folder.return_tasks("pool.0", [7, 2])
     folder.return_tasks("pool.0", [4, 2])
-    assert [folder.take_returned_task("pool.0") for _ in range(4)] == [2, 4, 7, None]
+    assert folder.returned_tasks("pool.0") == [2, 4, 7]
+    for number in (2, 4, 7):
+        folder.end_task("pool.0", number)
     assert (folder.pools / "pool.0").read_bytes() == (10).to_bytes(8, "little")
 
 
@@ -434,7 +436,7 @@ def test_a_release_that_knows_no_tasks_to_be_drawn_again_goes_on_with_the_next_n
     assert before == (10).to_bytes(8, "little"), "what a pool that returned nothing leaves is as it was"
     folder.return_tasks("pool.0", [2, 7])
     assert folder.claim_tasks("pool.0", 5) == 10
-    assert [folder.take_returned_task("pool.0") for _ in range(3)] == [2, 7, None]
+    assert folder.returned_tasks("pool.0") == [2, 7]
     assert folder.claim_tasks("pool.0", 1) == 15
 
 
@@ -442,7 +444,7 @@ def test_tasks_to_be_drawn_again_never_take_more_than_eight_blocks(folder):
     folder.claim_tasks("pool.0", 8000)
     folder.return_tasks("pool.0", range(5000))
     assert (folder.pools / "pool.0").stat().st_size == 8 * 4096
-    assert folder.take_returned_task("pool.0") == 0
+    folder.end_task("pool.0", 0)
     folder.claim_tasks("pool.0", 1, returned=True)
     with pytest.raises(
         ac.CacheFormatError, match=r"4095 tasks of pool pool\.0 were begun and never published"
@@ -480,9 +482,9 @@ def test_numbers_that_nobody_returned_are_not_drawn_again(folder, numbers):
     """As a power cut leaves them: zeros, or some of them."""
     data = b"".join(number.to_bytes(8, "little") for number in numbers)
     (folder.pools / "pool.0").write_bytes(data)
-    assert folder.take_returned_task("pool.0") is None
+    assert folder.returned_tasks("pool.0") == []
     (folder.pools / "pool.0").write_bytes(data[:-3])
-    assert folder.take_returned_task("pool.0") in (None, *numbers[1:-1])
+    assert set(folder.returned_tasks("pool.0")) <= {*numbers[1:-1]}
 
 
 STRANGE = [

@@ -96,15 +96,11 @@ def stopped(pool):
     pool.stop()
 
 
-def stopped_with_parts(pool):
-    pool.stop(publish=True)
-
-
 def left(pool):
     """The end of the `with` block."""
 
 
-@pytest.mark.parametrize("ended", [stopped, stopped_with_parts, left])
+@pytest.mark.parametrize("ended", [stopped, left])
 def test_a_pool_that_was_stopped_goes_on_and_each_item_comes_once(tmp_path, ended):
     source = Items(Numbers(600, pause=0.004))
     cache = cache_of(source, tmp_path / "cache")

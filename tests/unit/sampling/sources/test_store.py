@@ -11,7 +11,7 @@ from pyarrow import fs
 
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.handles import Handles
-from arrowcache.sampling.sources.object_store import at_once, locate
+from arrowcache.sampling.sources.object_store import _redacted, at_once, locate
 from arrowcache.sampling.sources.retries import Retries
 
 
@@ -162,3 +162,37 @@ def test_a_draw_at_the_end_of_the_range_is_the_last_choice():
     for large in (1.7e308, 10**400):
         with pytest.raises(ValueError, match="so large that their sum is infinite"):
             parse_weights([large, large], ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("s3://b/a@x/c", "s3://b/a@x/c"),
+        ("gs://b/a@1.2/c", "gs://b/a@1.2/c"),
+        ("s3://key:secret@bucket/path?x=a@b", "s3://bucket/path"),
+        ("s3://key:secret@bucket/a@x/c", "s3://bucket/a@x/c"),
+        ("s3://bucket/path?access_key=key&secret_key=se@cret", "s3://bucket/path"),
+        ("s3://bucket?region=a@b", "s3://bucket"),
+        ("s3://key:se@cret@bucket/path", "s3://bucket/path"),
+        ("s3://key:se%2Fcr%40et@bucket/path%40x", "s3://bucket/path%40x"),
+        ("s3://key:se/cret@bucket/path", "s3://bucket/path"),  # no URI, and yet a secret
+        ("s3://key:se/cr/et@bucket", "s3://bucket"),
+        ("s3://key:se?cret@bucket/path", "s3://bucket/path"),
+        ("http://u:p@h/x", "http://h/x"),
+        ("http://u:p@h:8080/x@y", "http://h:8080/x@y"),
+        ("http://h:8080/x@y", "http://h:8080/x@y"),
+        ("hdfs://user@host:9000/a@b", "hdfs://host:9000/a@b"),
+        ("hdfs://user@[::1]:9000/a", "hdfs://[::1]:9000/a"),
+        ("http://[::1]:9000/a@b", "http://[::1]:9000/a@b"),
+        (
+            "abfs://container:key@account.dfs.core.windows.net/a@b",
+            "abfs://container@account.dfs.core.windows.net/a@b",
+        ),
+        ("abfs://:key@account.blob.core.windows.net/c/p", "abfs://account.blob.core.windows.net/c/p"),
+        ("file:///data/a@b/c", "file:///data/a@b/c"),
+        ("/data/me@home/x:y@z", "/data/me@home/x:y@z"),
+        ("me@home/x", "me@home/x"),
+    ],
+)
+def test_a_uri_is_shown_without_credentials_and_whole_otherwise(uri, shown):
+    assert _redacted(uri) == shown

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from arrowcache.arguments import face, instead
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
@@ -34,6 +35,7 @@ from arrowcache.units import format_bytes, format_count, parse_bytes, require_fu
 if TYPE_CHECKING:
     import pyarrow.dataset
 
+_INSTEAD = instead("check", say="give it to Cache.open, as each process opens the cache for itself")
 _LOOK_SECONDS = 2.0  # longest wait of a display for cache.lock
 
 
@@ -51,12 +53,13 @@ class Cache(Shown, Closable):
         self._annotations: Annotations | None = None
 
     @classmethod
+    @face("Cache.create", _INSTEAD)
     def create(
         cls,
         path: str | os.PathLike[str],
         schema: Schema | Mapping[str, FieldType],
         capacity: int | str,
-        segment_bytes: int | str = "64MiB",
+        segment_bytes: int | str | None = None,
         segment_rows: int | None = None,
         headroom: float = 0.1,
         durable: bool = False,
@@ -73,7 +76,9 @@ class Cache(Shown, Closable):
             schema: fields of a sample.
             capacity: the budget in bytes for everything under the folder. A RuntimeWarning tells if the
                 disk holds less.
-            segment_bytes: upper bound on a segment's file.
+            segment_bytes: upper bound on a segment's file. None means 64 MiB or a sixteenth of the capacity,
+                the lesser, but at least one row, or `segment_rows`, and at most a quarter of the capacity. It
+                stays when the cache is resized.
             segment_rows: rows of a full segment. None means as many as segment_bytes allows.
             headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers if the cache
                 is nearly full and somebody writes, so that samplers go on while the epoch runs: it leaves out
@@ -100,6 +105,7 @@ class Cache(Shown, Closable):
         return cache
 
     @classmethod
+    @face("Cache.open", instead("capacity", say="an open cache has one; cache.resize(capacity) changes it"))
     def open(cls, path: str | os.PathLike[str], check: str = "structure") -> Cache:
         """Open a cache.
 
@@ -126,6 +132,7 @@ class Cache(Shown, Closable):
             raise ValueError("the cache is closed: open it again with Cache.open")
         return self._store
 
+    @face("Cache.writer")
     def writer(
         self, on_full: str = "wait", timeout: float | None = None, max_delay: float | None = None
     ) -> Writer:
@@ -140,6 +147,7 @@ class Cache(Shown, Closable):
         """
         return Writer(self.store, on_full=on_full, timeout=timeout, max_delay=max_delay)
 
+    @face("Cache.snapshot")
     def snapshot(self, where: Callable[[SegmentInfo], bool] | None = None) -> Snapshot:
         """Lease all rows that are published now; use it in a `with` block, or close it.
 

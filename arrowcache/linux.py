@@ -19,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import struct
 import sys
@@ -211,6 +212,18 @@ def most_mappings() -> int:
     """Return the number of mappings that the kernel allows; beyond it the process' threads fail to start."""
     with open("/proc/sys/vm/max_map_count") as file:
         return int(file.read())
+
+
+def left_bytes(kind: int) -> int | None:
+    """Return the bytes that a limit leaves this process: of addresses (RLIMIT_AS) or data (RLIMIT_DATA).
+
+    Returns: None where there is no limit; below 0 where it was lowered to less than is in use.
+    Raises: OSError: no descriptor is left.
+    """
+    if (limit := resource.getrlimit(kind)[0]) == resource.RLIM_INFINITY:
+        return None
+    with open("/proc/self/statm") as file:
+        return limit - int(file.read().split()[0 if kind == resource.RLIMIT_AS else 5]) * PAGE_BYTES
 
 
 def advise(address: int, nbytes: int, advice: int, *, keep_gil: bool = True) -> int:

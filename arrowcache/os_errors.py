@@ -86,11 +86,18 @@ def _files() -> str:
     return f"this process may have {limit}; raise the limit of open files (ulimit -n), or keep fewer open"
 
 
-def _memory() -> str:
+def out_of_memory() -> str:
+    """Return what a process that gets no memory may do, with its limits."""
+    limits = f"{_limit(resource.RLIMIT_AS, 'ulimit -v')}, {_limit(resource.RLIMIT_DATA, 'ulimit -d')}"
     return (
-        f"this process has no memory, no addresses (ulimit -v) or none of its {_most_mappings()} mappings "
+        f"this process has no memory, no addresses ({limits}) or none of its {_most_mappings()} mappings "
         "(sysctl vm.max_map_count) left: raise the limit, or keep fewer batches, tables and snapshots alive"
     )
+
+
+def _limit(kind: int, name: str) -> str:
+    limit = resource.getrlimit(kind)[0]
+    return name if limit == resource.RLIM_INFINITY else f"{name} is {limit // 1024} kB"
 
 
 def _file_bytes() -> str:
@@ -119,7 +126,7 @@ _ADVICE: dict[int, Callable[[], str]] = {
     errno.ETOOMANYREFS: _files,
     errno.ENFILE: lambda: "the whole machine has too many files open: raise fs.file-max",
     errno.EFBIG: _file_bytes,
-    errno.ENOMEM: _memory,
+    errno.ENOMEM: out_of_memory,
     errno.EAGAIN: _threads,
     errno.EROFS: lambda: (
         "readers lock the cache's files, too, so its disk must be writable: see why it is not (dmesg), "

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from arrowcache.tensorflow.tfrecord import TFRecordImport
 
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
-_SEGMENT_BYTES = "64MiB"
 Amounts = tuple[int | None, int | None, int | None]  # rows, segments, bytes; None if not known
 
 Capacity = Annotated[
@@ -39,7 +38,7 @@ SegmentBytes = Annotated[
     typer.Option(
         "--segment-bytes",
         metavar="SIZE",
-        help=f"Of the new cache: how large a segment's file may be; {_SEGMENT_BYTES} unless said.",
+        help="Of the new cache: how large a segment's file may be; 64 MiB, or less in a small cache.",
         show_default=False,
     ),
 ]
@@ -84,11 +83,12 @@ def create(
     other = None if like is None else ac.Cache.open(like).store.settings
     if capacity is None and other is None:
         raise ValueError("say how large the cache may grow: --capacity, such as 200GB")
+    size = size_of(capacity, "--capacity") if capacity is not None or other is None else other.capacity_bytes
     made = ac.Cache.create(
         cache,
         other.schema if other is not None else schema_of(schema or ""),
-        size_of(capacity, "--capacity") if capacity is not None or other is None else other.capacity_bytes,
-        *_segments(other, segment_bytes, segment_rows),
+        size,
+        *_segments(other, size, segment_bytes, segment_rows),
         share_of(headroom, "--headroom") if headroom is not None else other.headroom if other else 0.1,
         durable if durable is not None else other is not None and other.durable,
     )
@@ -119,11 +119,13 @@ def create(
     )
 
 
-def _segments(other: Settings | None, size: str | None, rows: int | None) -> tuple[int | str, int | None]:
-    """The bound and the rows of a segment: as said, else as another cache's."""
-    if other is not None and size is None:
+def _segments(
+    other: Settings | None, capacity: int, size: str | None, rows: int | None
+) -> tuple[int | None, int | None]:
+    """The bound and the rows of a segment: as said, else as another cache's, if the capacity holds four."""
+    if other is not None and size is None and 4 * other.segment_bytes <= capacity:
         return other.segment_bytes, other.full_rows if rows is None else rows
-    return size_of(size or _SEGMENT_BYTES, "--segment-bytes"), rows
+    return None if size is None else size_of(size, "--segment-bytes"), rows
 
 
 @app.command()
@@ -220,7 +222,7 @@ def import_(
         raise ValueError("some files are TFRecord and some are not: import them one kind after the other")
     wanted = None if schema is None else schema_of(schema)
     size = None if capacity is None else size_of(capacity, "--capacity")
-    bound = size_of(segment_bytes or _SEGMENT_BYTES, "--segment-bytes")
+    bound = None if segment_bytes is None else size_of(segment_bytes, "--segment-bytes")
     is_there = (cache / CACHE_JSON).exists()
     is_new = not cache.exists() or (cache.is_dir() and not any(cache.iterdir()))
     if of_tfrecord == {True}:
@@ -233,8 +235,7 @@ def import_(
     from arrowcache.explore.parquet import ParquetImport
 
     if is_there:
-        kept = None if segment_bytes is None else bound
-        _say_what_stays(ac.Cache.open(cache).store.settings, size, kept)
+        _say_what_stays(ac.Cache.open(cache).store.settings, size, bound)
     task = ParquetImport(files, cache, capacity=size, schema=wanted, segment_bytes=bound, again=again)
     before = UsageRecord() if task.store is None else task.store.usage.record()
     try:
@@ -259,7 +260,7 @@ def _import_tfrecords(
     cache: Path,
     capacity: int | None,
     schema: ac.Schema | None,
-    segment_bytes: int,
+    segment_bytes: int | None,
     again: bool,
     json: bool,
 ) -> None:

@@ -168,7 +168,7 @@ def import_parquet(
     *,
     capacity: int | str | None = None,
     schema: Schema | Mapping[str, FieldType] | None = None,
-    segment_bytes: int | str = "64MiB",
+    segment_bytes: int | str | None = None,
     again: bool = False,
     progress: bool | None = None,
 ) -> int:

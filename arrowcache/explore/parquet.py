@@ -56,7 +56,7 @@ class ParquetImport:
         *,
         capacity: int | str | None = None,
         schema: Schema | Mapping[str, FieldType] | None = None,
-        segment_bytes: int | str = "64MiB",
+        segment_bytes: int | str | None = None,
         again: bool = False,
     ) -> None:
         given = [files] if isinstance(files, str | os.PathLike) else files

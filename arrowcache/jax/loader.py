@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from arrowcache.arguments import OF_DATALOADER
 from arrowcache.jax.ahead import AheadIterator
 from arrowcache.jax.placement import Placement
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.membership import Membership, membership
-from arrowcache.reading.options import LoaderArguments, spelled_out
+from arrowcache.reading.options import LoaderArguments, takes
 from arrowcache.reading.stream import BatchStream
 from arrowcache.storage.recovery import HasStore
 
@@ -50,7 +51,12 @@ class Loader(NumpyLoader):
 
     _ahead: weakref.ref[AheadIterator] | None = None  # of the epoch that began last
 
-    @spelled_out(LoaderArguments)
+    _face = "a Loader of arrowcache.jax"
+    _as_dataset = (
+        "A torch DataLoader would have no arrays of JAX, and `workers=` runs a transform in processes"
+    )
+
+    @takes("Loader", LoaderArguments, OF_DATALOADER)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],

@@ -5,8 +5,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -15,7 +17,9 @@
 static const uintptr_t HUGE_PAGE = 2 << 20;
 enum { OWN = MAP_PRIVATE | MAP_NORESERVE };  /* nobody else sees, and no memory is reserved for, what is written */
 enum { WINDOW = 32 << 10, CLOSE = 8 << 10 }; /* reading on over so much takes no longer than another call */
+enum { HALF = 2 };                           /* quarters */
 static int64_t mapped;                       /* files */
+static int64_t mapped_bytes;                 /* their pages */
 
 static int opened(const char *path)
 {
@@ -30,13 +34,44 @@ static size_t in_pages(const maps_file *file)
     return ((size_t)file->nbytes + page - 1) / page * page;
 }
 
+/* Returns: the bytes of addresses that this process uses; -1: unknown. */
+static int64_t used_addresses(void)
+{
+    char text[32];
+    int fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    if (got <= 0)
+        return -1;
+    text[got] = 0;
+    return strtoll(text, NULL, 10) * sysconf(_SC_PAGESIZE);
+}
+
+PUBLIC int64_t maps_room(int64_t quarters)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur > INT64_MAX / 4)
+        return INT64_MAX;
+    int64_t used = used_addresses(), ours = __atomic_load_n(&mapped_bytes, __ATOMIC_RELAXED);
+    int64_t others = used - ours, left = (int64_t)limit.rlim_cur - (others > 0 ? others : 0);
+    int64_t room = left / 4 * quarters - ours;
+    return used < 0 || room < 0 ? 0 : room;
+}
+
+/* True if a file may be mapped beside those that are. */
+static bool has_room(const maps_file *file, int64_t most)
+{
+    return maps_count() < most && (int64_t)in_pages(file) <= maps_room(HALF);
+}
+
 /* Map a file from a huge page on. */
 static uint8_t *map_aligned(const maps_file *file)
 {
     size_t length = in_pages(file);
     uint8_t *reserved = mmap(NULL, length + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved == MAP_FAILED)
-        return reserved;
+    if (reserved == MAP_FAILED) /* there may be addresses for the file alone */
+        return mmap(NULL, length, PROT_READ, OWN, (int)file->fd, 0);
     size_t before = -(uintptr_t)reserved % HUGE_PAGE;
     uint8_t *address = mmap(reserved + before, length, PROT_READ, OWN | MAP_FIXED, (int)file->fd, 0);
     if (address == MAP_FAILED) {
@@ -59,6 +94,7 @@ static int64_t map_untold(maps_file *file)
     if (address == MAP_FAILED)
         return errno;
     __atomic_fetch_add(&mapped, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&mapped_bytes, in_pages(file), __ATOMIC_RELAXED);
     file->address = address;
     return 0;
 }
@@ -111,7 +147,7 @@ static int64_t open_within(maps_file *file, int64_t limit)
 PUBLIC int64_t maps_open(maps_file *file, int64_t limit, int64_t most)
 {
     int64_t error = open_within(file, limit);
-    if (error || maps_count() >= most)
+    if (error || !has_room(file, most))
         return error;
     error = maps_map(file);
     return error && error != ENOMEM ? closed(file, error) : 0;
@@ -182,7 +218,7 @@ PUBLIC int64_t maps_open_alike(maps_file *const *files, int64_t count, const map
             maps_close(file);
             break;
         }
-        int64_t error = is_alike && maps_count() < most ? map_untold(file) : 0;
+        int64_t error = is_alike && has_room(file, most) ? map_untold(file) : 0;
         alike[i] = is_alike && (!error || error == ENOMEM);
         if (file->address && end_of(file) == start)
             start = start_of(file);
@@ -210,6 +246,7 @@ PUBLIC int64_t maps_unmap(maps_file *const *files, int64_t count)
             continue;
         }
         __atomic_fetch_sub(&mapped, is_mapped ? next - i : 0, __ATOMIC_RELAXED);
+        __atomic_fetch_sub(&mapped_bytes, is_mapped ? end - start : 0, __ATOMIC_RELAXED);
         for (int64_t k = i; k < next; k++) {
             files[k]->address = NULL;
             maps_close(files[k]);
@@ -226,4 +263,5 @@ PUBLIC int64_t maps_count(void)
 PUBLIC void maps_forget(void)
 {
     __atomic_store_n(&mapped, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&mapped_bytes, 0, __ATOMIC_RELAXED);
 }

@@ -1,6 +1,6 @@
 /* Maps: read-only mappings of whole files, without a descriptor each.
  *
- * Owns: the number of files that are mapped in this process; nothing else. It allocates nothing.
+ * Owns: the number of files that are mapped in this process, and of their bytes; nothing else. It allocates nothing.
  *
  * Guarantees
  *   - What is opened is a plain file, no link; its time of last reading stays, where that is allowed.
@@ -47,9 +47,15 @@ typedef struct {
     const maps_part *parts;
 } maps_kind;
 
-/* Open a file of 1 to `limit` bytes, and map it, if less than `most` files are mapped then and there are addresses.
-   Returns: 0: it is open, and `address` says whether it is mapped; MAPS_LENGTH; else the error's number. It is neither
-   open nor mapped then, but `nbytes` tells how long it is. */
+/* Bytes of files that may be mapped still: as many as leave a share for all else, such as batches, of the addresses that
+   this process may have (RLIMIT_AS, as it is now) and has not in other use.
+   `quarters`: the share of all files together, those that are mapped and those to come: 2 is half.
+   Returns: INT64_MAX where addresses are not limited; 0 where it cannot be known, for want of a descriptor. */
+int64_t maps_room(int64_t quarters);
+
+/* Open a file of 1 to `limit` bytes, and map it, if less than `most` files are mapped then, `maps_room` of half has room
+   for it and there are addresses. Returns: 0: it is open, and `address` says whether it is mapped; MAPS_LENGTH; else the
+   error's number. It is neither open nor mapped then, but `nbytes` tells how long it is. */
 int64_t maps_open(maps_file *, int64_t limit, int64_t most);
 
 /* Open files, one after another, map those of a kind, as `maps_open`, and close them all. None is open or mapped before.

@@ -47,7 +47,7 @@ class File(ctypes.Structure):
         return cls(os.fsencode(path), -1)
 
     def open(self, limit: int, most: int) -> None:
-        """Open it, and map it if fewer than `most` files are mapped and addresses are left: see `address`.
+        """Open it, and map it if fewer than `most` files are mapped and there is `room`: see `address`.
 
         Keeps the GIL. The caller must call `close`; the file stays mapped until `unmap`.
         Raises: OSError: the file cannot be opened. ValueError: it has not 1 to `limit` bytes.
@@ -175,6 +175,16 @@ def unmap(files: Sequence[File], touched_bytes: int | None = None) -> None:
         raise OSError(code, os.strerror(code))
 
 
+def room(quarters: int = 2) -> int:
+    """Return how many bytes of files may be mapped still; 2**63 - 1 where addresses are not limited.
+
+    They leave the process a share for all else of the addresses that it may have (RLIMIT_AS): see maps.h.
+    Args:
+        quarters: the share of files: 2, of segments, is half.
+    """
+    return int(quick.maps_room(quarters))
+
+
 def count() -> int:
     """Return the number of mapped files."""
     return int(quick.maps_count())
@@ -187,6 +197,7 @@ declare("maps_is_alike", _word, _file, ctypes.c_void_p, _word)
 declare("maps_map", _word, _file)
 declare("maps_close", None, _file)
 declare("maps_unmap", _word, ctypes.c_void_p, _word)
+declare("maps_room", _word, _word)
 declare("maps_count", _word)
 declare("maps_forget", None)
 at_fork(in_child=quick.maps_forget)

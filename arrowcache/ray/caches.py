@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from arrowcache.arguments import face
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.cache import Cache
@@ -18,6 +19,7 @@ from arrowcache.storage.sizing import settings_of
 NODE = "{node}"
 
 
+@face("NodeCaches")
 @dataclass(frozen=True)
 class NodeCaches:
     """The caches of a cluster: their places, and the arguments of `Cache.create` for them.
@@ -37,7 +39,7 @@ class NodeCaches:
     path: str | os.PathLike[str] | Callable[[str], str | os.PathLike[str]]
     schema: Schema | Mapping[str, FieldType]
     capacity: int | str
-    segment_bytes: int | str = "64MiB"
+    segment_bytes: int | str | None = None
     segment_rows: int | None = None
     headroom: float = 0.1
     durable: bool = False

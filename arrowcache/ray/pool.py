@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from arrowcache.arguments import face, instead
 from arrowcache.arrow.segment import Form
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.ray.engine import RayEngine
@@ -16,6 +17,9 @@ from arrowcache.sampling.pool import Pool, PoolStats
 from arrowcache.sampling.task import Sampler
 from arrowcache.units import parse_bytes
 
+_INSTEAD = instead(
+    "executor", say="Ray runs its tasks; arrowcache.SamplerPool takes an executor of this host"
+) | instead("every_rank", say="one pool fills the caches of all nodes: make it in the driver")
 _SHARES = ("split", "replicate")
 
 
@@ -47,6 +51,7 @@ class SamplerPool(Pool):
         is not running.
     """
 
+    @face("SamplerPool of a cluster", _INSTEAD)
     def __init__(
         self,
         caches: NodeCaches,

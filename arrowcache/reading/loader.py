@@ -13,19 +13,19 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.iterator import Batches, EpochIterator
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import LoaderArguments, LoaderOptions, spelled_out
+from arrowcache.reading.options import LoaderArguments, LoaderOptions, takes
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.parking import Parking
-from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.view import uncopied
-from arrowcache.reading.weights_file import read_weights, write_weights
+from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.counters import CounterPage
 from arrowcache.storage.recovery import HasStore, store_of
@@ -40,12 +40,10 @@ if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 _CLOSED = "the loader is closed: make a new one"
-_NO_DATASET = (
-    "a Loader is no dataset: it has no length and no items, since the rows of a rolling cache are others in "
-    "each epoch. It makes batches itself: iterate it, `for batch in loader`, and ask `loader.steps` for the "
-    "steps of the epoch in progress. If it has to be a torch.utils.data.DataLoader, take "
-    "arrowcache.torch.dataloader(cache, batch_size, num_workers=...)"
+_ON_A_DEVICE = (
+    "its batches are NumPy's: arrowcache.torch.Loader(cache, device='cuda') copies them to a device"
 )
+_INSTEAD = OF_DATALOADER | instead("device", "devices", "pin_memory", "pin_memory_device", say=_ON_A_DEVICE)
 
 
 class Loader(Closable):
@@ -124,8 +122,13 @@ class Loader(Closable):
 
     _may_yield_views = True  # over the cache's files; loaders of a framework may forbid it
     _packing: Packing | None = None  # sequences that a loader of a framework makes of documents
+    _face = "a Loader"  # what it is to its user
+    _as_dataset = (
+        "If it has to be a torch.utils.data.DataLoader, take arrowcache.torch.dataloader(cache, batch_size, "
+        "num_workers=...)"
+    )
 
-    @spelled_out(LoaderArguments)
+    @takes("Loader", LoaderArguments, _INSTEAD)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -184,10 +187,7 @@ class Loader(Closable):
         progress = self._epochs.progress
         is_begun = progress is not None and not self._is_over(progress)
         plan = progress.rest() if progress is not None and is_begun else self._epochs.planned
-        if plan.weights is not None:
-            with self._store.locked():
-                write_weights(self._store, plan.weights)
-        return plan.to_state()
+        return state_of(self._store, plan)
 
     def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
         """Let the next `for` finish the epoch of a saved state, then go on with the one after it.
@@ -208,14 +208,8 @@ class Loader(Closable):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
-        name = state.get("weights") if isinstance(state, dict) and state.get("segments") else None
-        plan = Plan.from_state(
-            state,
-            self._store.settings.full_rows,
-            has_buckets=self._options.budget is not None,
-            packing=self._packing,
-            weights=read_weights(self._store, name) if name else None,
-        )
+        has_buckets = self._options.budget is not None
+        plan = plan_of(self._store, state, has_buckets=has_buckets, packing=self._packing)
         if missing == "raise":
             self._epochs.require(plan)
         self._end_current("a state was loaded")
@@ -292,20 +286,19 @@ class Loader(Closable):
 
     def __len__(self) -> int:
         """Raises: TypeError: a loader has no length. The message also helps users of a DataLoader."""
-        raise TypeError(_NO_DATASET)
+        raise self._no_dataset()
 
     def __bool__(self) -> bool:
         return True
 
     def __getitem__(self, index: object) -> NoReturn:
         """Raises: TypeError: a loader has no rows by number."""
-        raise TypeError(_NO_DATASET)
+        raise self._no_dataset()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Loader cannot be pickled or copied: its threads and its leases are of this process. Pass on "
-            "the cache or its path, and make a Loader where its batches are used; for workers say "
-            "Loader(workers=...), or take arrowcache.torch.dataloader(cache, batch_size, num_workers=...)"
+            f"{self._face} cannot be pickled or copied: its threads and its leases are of this process. Pass "
+            f"on the cache or its path, and make one where its batches are used. {self._as_dataset}"
         )
 
     @until_exit
@@ -319,6 +312,13 @@ class Loader(Closable):
         return (
             f"<{type(self).__name__} of {self._store.folder.path}: {name}={options.most_rows}, "
             f"shuffle={options.shuffle!r}, epoch {self._epochs.next_number}>"
+        )
+
+    def _no_dataset(self) -> TypeError:
+        return TypeError(
+            f"{self._face} is no dataset: it has no length and no items, since the rows of a rolling cache "
+            "are others in each epoch. It makes batches itself: iterate it, `for batch in loader`, and ask "
+            f"`loader.steps` for the steps of the epoch in progress. {self._as_dataset}"
         )
 
     def _memory(self) -> Memory:

@@ -1,7 +1,8 @@
 """Mapped: the segments of a cache that are mapped in this process, each by itself, for all its snapshots.
 
 Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's structure was
-checked; all caches of a process together map at most half of vm.max_map_count segments. A segment
+checked; all caches of a process together map at most half of vm.max_map_count segments and,
+where addresses are limited (RLIMIT_AS), half of those that the rest of the process leaves. A segment
 for which no mapping is left is known, and read without one.
 """
 
@@ -200,8 +201,9 @@ class MappedSegments:
         doubted = np.array(sorted(self._doubted), np.int64)
         is_right = (table.layouts[lines] != 0) & ~are_among(table.seqs[lines], doubted)
         is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]
-        if maps.count() < _MOST_MAPPED:  # else segments without a mapping stay so
-            is_right &= table.words[lines, maps.ADDRESS] != 0
+        has_none = table.words[lines, maps.ADDRESS] == 0  # and stay so, but for those that there is room for
+        room = maps.room() if has_none.any() and maps.count() < _MOST_MAPPED else 0
+        is_right &= ~(has_none & (np.cumsum(table.words[lines, maps.NBYTES] * has_none) <= room))
         is_known[is_known] = is_right
         return is_known, table.entries(lines[is_right])
 

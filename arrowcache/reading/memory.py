@@ -29,12 +29,14 @@ from arrowcache import linux
 from arrowcache.arrow.schema import Schema
 from arrowcache.lifetimes import forgets_in_child, until_exit
 from arrowcache.linux import PAGE_BYTES
+from arrowcache.os_errors import out_of_memory
 from arrowcache.units import format_bytes
 
 if TYPE_CHECKING:
     from typing import Self
 
 _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
+_LEAST_LIMITED_BYTES = 1 << 20  # where addresses are limited
 
 
 def page_aligned(nbytes: int) -> NDArray[np.uint8]:
@@ -43,8 +45,13 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
     In memory that starts a little after a page, as large NumPy arrays do (16 bytes), each load of a copy from
     page-aligned memory seems to depend on the store before it, whose address has the same low 12
     bits: 1.7 instead of 10 GB/s, on the machine of benchmarks/RESULTS.md.
+
+    Raises: MemoryError: names the limits of this process.
     """
-    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    try:
+        memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    except MemoryError:
+        raise MemoryError(f"no {format_bytes(nbytes)} for a batch: {out_of_memory()}") from None
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + nbytes]
 
@@ -185,7 +192,7 @@ class SharedBuffers:
             if self._end + size > len(self._memory):
                 raise MemoryError(
                     f"the batches in use fill {format_bytes(len(self._memory))} of addresses: "
-                    "keep fewer of them"
+                    "keep fewer of them, take smaller ones, or raise a limit on addresses (ulimit -v)"
                 )
             bare.append(self._end)
             self._end += size
@@ -245,10 +252,11 @@ def in_pages(nbytes: int) -> int:
 
 
 def _stretch(fd: int, parts: int) -> None:
-    """Make a file as long as the limits of this process allow."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    nbytes = _MOST_BYTES if limit == resource.RLIM_INFINITY else min(_MOST_BYTES, limit // 8)
-    nbytes = max(_LEAST_BYTES, nbytes // parts // PAGE_BYTES * PAGE_BYTES)
+    """Make a file as long as the limits of this process allow: a quarter of the addresses that are left."""
+    left = linux.left_bytes(resource.RLIMIT_AS)
+    nbytes = _MOST_BYTES if left is None else min(_MOST_BYTES, max(0, left) // 4)
+    least = _LEAST_BYTES if left is None else _LEAST_LIMITED_BYTES
+    nbytes = max(least, nbytes // parts // PAGE_BYTES * PAGE_BYTES)
     while True:
         try:
             os.ftruncate(fd, nbytes)

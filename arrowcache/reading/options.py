@@ -1,8 +1,8 @@
 """Options: the arguments of a loader, checked, as one frozen value.
 
-`Loader` documents each argument. All faces take keyword arguments of the types below; `spelled_out` has
-`help()` and completion show them one by one. Code behind a face never takes a single option: it takes the
-value.
+`Loader` documents each argument. All faces take keyword arguments of the types below; `takes` has `help()`
+and completion show them one by one, and refuses others. Code behind a face never takes a single option: it
+takes the value.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from inspect import Parameter
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
+from arrowcache.arguments import Face, face
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.cgroup import memory_bytes
@@ -42,8 +43,6 @@ _TERMS = (
     "batch_size", "batch_tokens", "length_of", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes",
 )  # fmt: skip
 
-Face = TypeVar("Face", bound=Callable[..., Any])
-
 
 class EpochArguments(TypedDict, total=False):
     """Keyword arguments of all that make epochs, as of `Loader`."""
@@ -60,6 +59,19 @@ class EpochArguments(TypedDict, total=False):
     paced: bool
 
 
+class WeighedArguments(EpochArguments, total=False):
+    """Keyword arguments of all that make epochs which may draw rows by weights, as of `Loader`."""
+
+    weights: str | Callable[[Mapping[str, Any]], object] | None
+
+
+class DatasetArguments(WeighedArguments, total=False):
+    """Keyword arguments of `arrowcache.tensorflow.dataset` that are those of `Loader`."""
+
+    batch_tokens: int | None
+    length_of: str | None
+
+
 class PackedArguments(EpochArguments, total=False):
     """Keyword arguments of `arrowcache.torch.packed` that are those of `Loader`."""
 
@@ -67,7 +79,7 @@ class PackedArguments(EpochArguments, total=False):
     prefetch: int | None
 
 
-class LoaderArguments(EpochArguments, total=False):
+class LoaderArguments(DatasetArguments, total=False):
     """All keyword arguments of `Loader`."""
 
     shuffle: str | None
@@ -79,9 +91,6 @@ class LoaderArguments(EpochArguments, total=False):
     worker_type: str
     prefetch: int | None
     with_ids: bool
-    batch_tokens: int | None
-    length_of: str | None
-    weights: str | Callable[[Mapping[str, Any]], object] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,27 +256,11 @@ class LoaderOptions:
         return Budget.of(self.batch_tokens, self.length_of, schema, names)
 
 
-def refuse_budget(face: str, arguments: Mapping[str, Any]) -> None:
-    """Raises: ValueError: arguments ask for batches by tokens, which this face does not make."""
-    if arguments.get("batch_tokens") is not None:
-        raise ValueError(
-            f"{face} has batches of batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
-        )
-
-
-def spelled_out(arguments: type[EpochArguments]) -> Callable[[Face], Face]:
-    """Decorate a face that passes on such keyword arguments: its signature shows each, with its default."""
-
-    def spell_out(face: Face) -> Face:
-        own = [*inspect.signature(face).parameters.values()]
-        known, names = inspect.signature(LoaderOptions).parameters, arguments.__annotations__
-        passed = [known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in known if name in names]
-        positional = [each for each in own if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
-        others = [each for each in own if each.kind is Parameter.KEYWORD_ONLY]
-        face.__signature__ = inspect.Signature([*positional, *passed, *others])  # type: ignore[attr-defined]
-        return face
-
-    return spell_out
+def takes(name: str, arguments: type[EpochArguments], instead: Mapping[str, str]) -> Callable[[Face], Face]:
+    """Decorate a face that passes on such keyword arguments, as `arrowcache.arguments.face`."""
+    known, names = inspect.signature(LoaderOptions).parameters, arguments.__annotations__
+    passed = [known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in known if name in names]
+    return face(name, instead, passed)
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:

@@ -292,7 +292,8 @@ class Plan:
 def require_shuffle(name: str | None) -> str | None:
     """Return the name of a shuffle. Raises: ValueError: there is none of this name."""
     if name not in SHUFFLES:
-        raise ValueError(f"shuffle={name!r} is unknown: use one of {SHUFFLES}")
+        hint = ", such as 'rows' for True and None for False" if isinstance(name, bool) else ""
+        raise ValueError(f"shuffle={name!r} is unknown: use one of {SHUFFLES}{hint}")
     return name
 
 

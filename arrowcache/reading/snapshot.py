@@ -437,7 +437,9 @@ class Snapshot(Shown, Closable):
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
         lease = self._lease
-        if lease is None or first + count > self._starts[index + 1] or not has_room():
+        if lease is None or first + count > self._starts[index + 1]:
+            return None
+        if not has_room(self._segments[index].nbytes):
             return None
         with _Reader(self):
             self._map(index)
@@ -493,7 +495,8 @@ class Snapshot(Shown, Closable):
                 raise ValueError(
                     f"rows {start} to {stop - 1} cannot be a view: they lie in several segments (choose "
                     "batch_rows to divide the segments' rows, or None), or too many views are alive, or the "
-                    "process has no memory mapping or file descriptor left for one more (ulimit -n)"
+                    "process has no memory mapping, addresses (ulimit -v, ulimit -d) or file descriptor left "
+                    "for one more (ulimit -n)"
                 )
             yield view
 

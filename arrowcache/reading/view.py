@@ -18,17 +18,22 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
 from arrowcache.linux import most_mappings
+from arrowcache.native import maps
 from arrowcache.reading.values import Values
-from arrowcache.storage.mapping import FileMapping, live_mappings
+from arrowcache.storage.mapping import FileMapping, live_mappings, room_of_data
 
 _MOST_VIEWS = most_mappings() // 4  # snapshots use half of all mappings, the process' own threads need some
 
 ViewColumn = NDArray[Any] | Values
 
 
-def has_room() -> bool:
-    """True if one more file may be mapped: the kernel limits their number."""
-    return live_mappings() < _MOST_VIEWS
+def has_room(nbytes: int) -> bool:
+    """True if one more file may be mapped for a view: the kernel limits their number, perhaps their bytes.
+
+    Where it limits addresses (RLIMIT_AS) or data (RLIMIT_DATA, in which writable mappings count), views and
+    snapshots leave a quarter to all else.
+    """
+    return live_mappings() < _MOST_VIEWS and nbytes <= min(maps.room(3), room_of_data(3))
 
 
 def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:

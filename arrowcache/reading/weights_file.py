@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError
+from arrowcache.reading.packing import Packing
+from arrowcache.reading.plan import Plan
 from arrowcache.reading.weights import Weights
 from arrowcache.storage.layout import WEIGHTS_NAME, RanksRecord
 from arrowcache.storage.note_lines import arrow_file
@@ -28,6 +31,31 @@ _NEXT_EPOCH = (
     "those of the last few states are kept; begin the next epoch, with "
     "state | {'epoch': state['epoch'] + 1, 'position': 0, 'segments': [], 'weights': None}"
 )
+
+
+def state_of(store: Store, plan: Plan) -> dict[str, Any]:
+    """Return a plan as a state that any process resumes: the file of its weights is written.
+
+    Blocks: for cache.lock and the disk, if it has weights.
+    Raises: CacheFullError: as of `write_weights`.
+    """
+    if plan.weights is not None:
+        with store.locked():
+            write_weights(store, plan.weights)
+    return plan.to_state()
+
+
+def plan_of(
+    store: Store, state: dict[str, Any], *, has_buckets: bool = False, packing: Packing | None = None
+) -> Plan:
+    """Return the plan of a state, with the weights that it names.
+
+    Raises: as `Plan.from_state` and `read_weights`.
+    """
+    name = state.get("weights") if isinstance(state, dict) and state.get("segments") else None
+    weights = read_weights(store, name) if name else None
+    full_rows = store.settings.full_rows
+    return Plan.from_state(state, full_rows, has_buckets=has_buckets, packing=packing, weights=weights)
 
 
 def missing_bytes(store: Store, rows: int, *, of_ranks: bool) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from arrowcache.arguments import face
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError
 from arrowcache.lifetimes import finalizer
@@ -284,6 +285,7 @@ class SamplerPool(Pool):
         rank of its node: there it would be one pool a rank.
     """
 
+    @face("SamplerPool")
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],

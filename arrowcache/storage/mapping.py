@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +120,7 @@ class FileMapping:
                 linux.make_writable(self.address, self.nbytes)
             if not sparse:
                 will_read_on(self.address, self.nbytes)
-            _live[self.address] = None
+            _live[self.address] = self.nbytes if writable else 0
             self._on_unmap = on_unmap
         except OSError as error:
             self._unmap()
@@ -176,6 +177,19 @@ def explained_at_open(error: Exception) -> Exception:
     return explained(error, Path(error.filename or "").parent)
 
 
+def room_of_data(quarters: int) -> int:
+    """Return how many bytes may be mapped writable still, as `maps.room`: they are data of the process.
+
+    The kernel counts all of a private mapping as data (RLIMIT_DATA) once it is writable.
+    """
+    try:
+        left = linux.left_bytes(resource.RLIMIT_DATA)
+    except OSError:  # no descriptor is left, nor would there be one for a file
+        return 0
+    ours = sum(list(_live.values()))
+    return _ANY_LENGTH if left is None else max(0, (left + ours) * quarters // 4 - ours)
+
+
 def live_mappings() -> int:
     """Return the number of living mappings in this process."""
     return len(_live)
@@ -193,5 +207,5 @@ def _settle() -> None:
         before, now = now, len(_live)
 
 
-_live: dict[int, None] = {}  # addresses; single operations, which no thread can tear
+_live: dict[int, int] = {}  # address -> its writable bytes; single operations, which no thread can tear
 at_exit(_settle)

@@ -12,6 +12,10 @@ from arrowcache.units import format_bytes, format_enough, parse_bytes, parse_cou
 
 BOOKKEEPING_BYTES = 64 * 1024  # kept free for cache.json, pools/, ranks/ and folder blocks
 _LEAST_SEGMENTS = 4
+_DEFAULT_SEGMENTS, _DEFAULT_BYTES = (
+    16,
+    64 << 20,
+)  # a default segment is the lesser of a share and so many bytes
 _SEGMENTS_OF_ITEMS, _LEAST_OF_ITEMS = (
     64,
     6,
@@ -23,7 +27,7 @@ _ITEMS = 4  # of the size of the first, that it holds
 def settings_of(
     schema: Schema,
     capacity: int | str,
-    segment_bytes: int | str,
+    segment_bytes: int | str | None,
     segment_rows: int | None,
     headroom: float,
     durable: bool,
@@ -31,12 +35,19 @@ def settings_of(
 ) -> Settings:
     """The settings of a new cache; of the items of a dataset, if it is given.
 
+    Args:
+        segment_bytes: None means as of `Cache.create`.
     Raises: ValueError: sizes that do not fit together.
     """
     capacity_bytes = parse_bytes(capacity, "capacity")
-    bound = parse_bytes(segment_bytes, "segment_bytes")
     require_share(headroom, "headroom")
     paged = needs_gaps(schema)
+    if segment_rows is not None:
+        segment_rows = parse_count(segment_rows, "segment_rows")
+    if segment_bytes is None:
+        bound = _default_bytes(schema, capacity_bytes, segment_rows or 1, paged=paged)
+    else:
+        bound = parse_bytes(segment_bytes, "segment_bytes")
     rows = segment_file.max_rows(schema, bound, paged=paged)
     if rows < 1:
         needed = segment_file.encoded_bytes_bound(schema, 1, paged=paged)
@@ -45,7 +56,6 @@ def settings_of(
             f"{format_bytes(bound)}: raise segment_bytes"
         )
     if segment_rows is not None:
-        segment_rows = parse_count(segment_rows, "segment_rows")
         if segment_rows > rows:
             needed = segment_file.encoded_bytes_bound(schema, segment_rows, paged=paged)
             raise ValueError(
@@ -61,6 +71,25 @@ def settings_of(
     )
     require_capacity(settings)
     return settings
+
+
+def _default_bytes(schema: Schema, capacity_bytes: int, rows: int, *, paged: bool) -> int:
+    """The size of a segment where none is said: it holds so many rows, and the capacity holds four.
+
+    Raises: ValueError: the capacity is too little for segments of so many rows.
+    """
+    needed = segment_file.encoded_bytes_bound(schema, rows, paged=paged)
+    most = min(capacity_bytes // _LEAST_SEGMENTS, (capacity_bytes - room_of_two(0)) // 2)
+    if needed > most:
+        what = "a row needs" if rows == 1 else f"{rows} rows need"
+        fewer = segment_file.max_rows(schema, most, paged=paged) if most > 0 else 0
+        way = f", or lower segment_rows to {fewer}" if 0 < fewer < rows else ""
+        raise ValueError(
+            f"{what} a segment of {format_bytes(needed)}, and a capacity of {format_bytes(capacity_bytes)} "
+            f"is under {_LEAST_SEGMENTS} of them: raise capacity to "
+            f"{format_enough(_least_capacity(needed))}{way}"
+        )
+    return min(most, max(needed, min(capacity_bytes // _DEFAULT_SEGMENTS, _DEFAULT_BYTES)))
 
 
 def settings_of_items(schema: Schema, capacity_bytes: int, item_bytes: int, dataset: CachedItems) -> Settings:

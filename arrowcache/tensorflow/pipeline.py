@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.arrow.schema import Schema
 from arrowcache.reading.assembly import Memory
 from arrowcache.reading.loader import Loader
-from arrowcache.reading.options import EpochArguments, LoaderArguments, spelled_out
+from arrowcache.reading.options import DatasetArguments, LoaderArguments, takes
 from arrowcache.storage.recovery import HasStore
 from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
@@ -28,12 +29,25 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
+_MAPPED = "map the result: dataset(...).map(function, num_parallel_calls=...)"
+_INSTEAD = {
+    **OF_DATALOADER,
+    **instead("transform", "collate_fn", "map_fn", "workers", "num_workers", "worker_type", say=_MAPPED),
+    **instead("num_parallel_calls", say=_MAPPED),
+    **instead("pin_memory", "device", say="TensorFlow places the tensors: leave it out"),
+    **instead(
+        "cycle_length",
+        "block_length",
+        "compression_type",
+        say="there are no files to read here: leave it out",
+    ),
+}
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
 _FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond a frame
 
 
-@spelled_out(EpochArguments)
+@takes("dataset()", DatasetArguments, _INSTEAD)
 def dataset(
     cache: HasStore | str | os.PathLike[str],
     batch_size: int | None = None,
@@ -45,7 +59,7 @@ def dataset(
     backend: str = "auto",
     with_ids: bool = False,
     prefetch: int = 2,
-    **options: Unpack[EpochArguments],
+    **options: Unpack[DatasetArguments],
 ) -> Any:
     """Batches of a cache as dicts of tensors, for `model.fit(dataset, epochs=N)` or a loop of your own.
 

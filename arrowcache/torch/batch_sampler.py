@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
+from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.lifetimes import until_exit
 from arrowcache.reading.epoch import Epochs
-from arrowcache.reading.options import EpochArguments, LoaderOptions, refuse_budget, spelled_out
-from arrowcache.reading.plan import Plan
+from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
+from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.snapshots import DrawnRows, OwnedEpoch
@@ -30,6 +31,25 @@ from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+
+_OF_THE_DATASET = "it draws row numbers: give CacheDataset(cache, columns=..., transform=...) those"
+_OF_THE_DATALOADER = "the DataLoader takes it, beside batch_sampler=EpochBatchSampler(...)"
+_OF_LOADERS = "batches here have batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
+INSTEAD = {
+    **OF_DATALOADER,
+    **instead("workers", say="give the DataLoader num_workers=, beside batch_sampler=EpochBatchSampler(...)"),
+    **instead("prefetch", say="give the DataLoader prefetch_factor=, beside batch_sampler="),
+    **instead("worker_type", "multiprocessing_context", say=_OF_THE_DATALOADER),
+    **instead("num_workers", "prefetch_factor", "pin_memory", "pin_memory_device", say=_OF_THE_DATALOADER),
+    **instead("persistent_workers", "worker_init_fn", "in_order", say=_OF_THE_DATALOADER),
+    **instead("columns", "transform", "collate_fn", say=_OF_THE_DATASET),
+    **instead(
+        "with_ids", say="a DataLoader's batches have no ids: take arrowcache.torch.Loader(with_ids=True)"
+    ),
+    **instead("batch_tokens", "length_of", say=_OF_LOADERS),
+    **instead("device", say="move the DataLoader's batches by DevicePrefetcher(loader, device)"),
+}
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -52,7 +72,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         ValueError: in `iter`: Accelerate prepared the DataLoader for several processes.
     """
 
-    @spelled_out(EpochArguments)
+    @takes("EpochBatchSampler", WeighedArguments, INSTEAD)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -60,14 +80,13 @@ class EpochBatchSampler(Sampler[list[int]]):
         shuffle: str | None = "rows",
         seed: int = 0,
         drop_last: bool = True,
-        **options: Unpack[EpochArguments],
+        **options: Unpack[WeighedArguments],
     ) -> None:
         if isinstance(cache, Sampler):  # Lightning does this in `predict`
             raise TypeError(
                 f"an EpochBatchSampler cannot be made around a {type(cache).__name__}: give Lightning an "
                 "arrowcache.torch.Loader, which it leaves as it is"
             )
-        refuse_budget("EpochBatchSampler", options)
         self._store = store_of(cache)
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, drop_last=drop_last, **options
@@ -177,13 +196,13 @@ class EpochRows(Iterator[list[int]]):
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the batches not yielded yet, as of `arrowcache.Loader.state_dict`.
+        """Return the state of the batches not yielded yet: as of `arrowcache.Loader.state_dict`.
 
         A state taken before the epoch began is completed when it begins: StatefulDataLoader counts
         from that state until its next call, after `snapshot_every_n_steps`, and counts steps of this epoch.
         """
         if self._owned is not None:
-            return self._owned.rest().to_state()
+            return state_of(self._sampler._store, self._owned.rest())
         self._told_before.update(self._sampler._epochs.planned.to_state())
         return self._told_before
 
@@ -194,7 +213,7 @@ class EpochRows(Iterator[list[int]]):
         """
         if self._owned is not None:
             raise ValueError("this epoch has begun: load the state into a new iterator")
-        plan = Plan.from_state(state, self._sampler._store.settings.full_rows)
+        plan = plan_of(self._sampler._store, state)
         self._has_stopped = self._sampler._epochs.pass_over(plan)
         if not self._has_stopped:
             self._sampler._epochs.resume(plan, "skip")
@@ -217,7 +236,8 @@ class EpochRows(Iterator[list[int]]):
         except BaseException:
             epoch.end()
             raise
-        self._told_before.update(epoch.plan.to_state())
+        if self._told_before:
+            self._told_before.update(state_of(store, epoch.plan))
         sampler._current = weakref.ref(self)
         return self._owned
 

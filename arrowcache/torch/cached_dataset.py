@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from arrowcache.arguments import face, instead
 from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
@@ -53,6 +54,15 @@ from arrowcache.units import (
     require_function,
 )
 
+_IN_LOADER = "an item has no batches: give it to Loader(train, batch_size, ...) or DataLoader(train, ...)"
+_INSTEAD = {
+    **instead(
+        "batch_size", "shuffle", "seed", "workers", "num_workers", "drop_last", "device", say=_IN_LOADER
+    ),
+    **instead("segment_bytes", "segment_rows", say="segments follow from the capacity and the first item"),
+    **instead("headroom", say="nothing is evicted but by replace=, so leave it out"),
+    **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
+}
 _FILLED_AT_ONCE = 8  # items
 _TURN_SECONDS = IDLE_SECONDS + 0.5  # in which processes that read no more end their leases
 _TRY_SECONDS = 0.05
@@ -376,6 +386,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             len(self), cached, published_bytes, capacity_bytes, is_full, hits, made, self._trouble.why
         )
 
+    @face("fill()")
     def fill(self, workers: int = 8, progress: bool | None = None) -> int:
         """Make and publish all items that are missing, now.
 
@@ -471,6 +482,7 @@ class _Filling(Dataset[bool]):
         return [reader is not None and reader.stores] * len(places)
 
 
+@face("cached()", _INSTEAD)
 def cached(
     dataset: Dataset[Any],
     path: str | os.PathLike[str],

@@ -8,12 +8,13 @@ has worker processes make what is missing; reading/order.py says which items a b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import torch.distributed
 
+from arrowcache.arguments import OF_DATALOADER, face, instead
 from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.iterator import EpochIterator
@@ -35,11 +36,22 @@ from arrowcache.units import MOST_COUNTED, parse_count, require_function
 _CLOSED = "the loader is closed: make a new one"
 _SHUFFLES = {True: "rows", "rows": "rows", False: None, None: None}
 
-#: Options of `Loader` that a finite dataset has no use for, and what to do instead.
-_REFUSED = {
+#: Options of others that the loader of a finite dataset has no use for, and what to do instead.
+_INSTEAD = {
+    **OF_DATALOADER,
+    **instead(
+        "sampler", "batch_sampler", say="give DataLoader(train, sampler=...) or batch_sampler= an own order"
+    ),
+    **instead("pin_memory", say="device='cuda' copies from pinned memory; without a device leave it out"),
+    **instead(
+        "worker_init_fn", say="the dataset inside has to set itself up, at its first item in a process"
+    ),
+    **instead(
+        "multiprocessing_context", say="its workers are forked, as those of a DataLoader: leave it out"
+    ),
     "columns": "give columns= to cached(), which then stores no others",
     "transform": "give transform= to cached(), which calls it with each item, or collate_fn= here",
-    "worker_type": "its workers are processes, as those of a DataLoader",
+    "worker_type": "its workers are processes, as those of a DataLoader: leave it out",
     "where": "take a Subset of the dataset before cached()",
     "with_ids": "have the dataset give each item's number",
     "run_id": "ranks need no agreement on a dataset's order: leave it out",
@@ -89,6 +101,7 @@ class CachedLoader(Closable):
     Raises: ValueError, TypeError: an argument that does not fit.
     """
 
+    @face("Loader of a dataset", _INSTEAD)
     def __init__(
         self,
         train: CachedDataset,
@@ -103,10 +116,8 @@ class CachedLoader(Closable):
         device: Device | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        **others: Any,
     ) -> None:
         self._closed = True  # until there is something to close
-        _refuse(others)
         if not isinstance(train, CachedDataset):
             raise TypeError(f"a CachedLoader is of a CachedDataset, not of a {type(train).__name__}")
         self._train = train
@@ -187,6 +198,13 @@ class CachedLoader(Closable):
 
     def __bool__(self) -> bool:
         return True
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raises: TypeError: a loader has no items by number."""
+        raise TypeError(
+            "a Loader of a dataset is no dataset: it has batches, and no items by number. Ask the dataset, "
+            "train[index], and give DataLoader(train, ...) the dataset, too"
+        )
 
     @property
     def steps(self) -> int:
@@ -323,14 +341,6 @@ def _itself(batch: Any) -> Any:
 def _shard(rank: int, world_size: int) -> Shard:
     world_size = parse_count(world_size, "world_size")
     return Shard(parse_count(rank, "rank", least=0), world_size)
-
-
-def _refuse(others: Mapping[str, Any]) -> None:
-    """Raises: TypeError: an option that a loader of a dataset has not."""
-    for name in others:
-        instead = _REFUSED.get(name)
-        why = "unknown" if instead is None else f"for the loader of a cache, not of a dataset: {instead}"
-        raise TypeError(f"{name}= is {why}")
 
 
 def _close_all() -> None:

@@ -10,6 +10,7 @@ since the rows of a rolling cache differ in each epoch. It pickles as its settin
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,15 +19,15 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_info
 
+from arrowcache.arguments import face, instead
 from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.reading.options import refuse_budget
 from arrowcache.reading.selection import INCLUDED
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch import snapshots
-from arrowcache.torch.batch_sampler import EpochBatchSampler
+from arrowcache.torch.batch_sampler import INSTEAD, EpochBatchSampler
 from arrowcache.torch.descriptor import Descriptor
 from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.snapshots import DrawnRows
@@ -42,7 +43,36 @@ _WAY_OUT = (
     "batch_sampler=EpochBatchSampler(cache, batch_size, shuffle='rows')) without batch_size, shuffle, "
     "sampler and drop_last"
 )
-_OURS = ("batch_sampler", "dataset", "sampler")
+_OF_SAMPLERS = (
+    "batch_size", "shuffle", "seed", "drop_last", "where", "rows", "weights", "rank", "world_size", "run_id",
+    "epoch_rows", "wait_rows", "timeout", "window_bytes", "paced", "sampler", "batch_sampler", "generator",
+    "drop_remainder",
+)  # fmt: skip
+_OF_WORKERS = (
+    "num_workers", "workers", "prefetch", "prefetch_factor", "pin_memory", "persistent_workers",
+    "worker_init_fn", "multiprocessing_context", "worker_type",
+)  # fmt: skip
+_BESIDE = "beside batch_sampler=EpochBatchSampler(cache, ...)"
+_INSTEAD = {
+    **instead(
+        *_OF_SAMPLERS, say="give EpochBatchSampler(cache, ...) such, the batch_sampler= beside this dataset"
+    ),
+    **instead(*_OF_WORKERS, say=f"give the DataLoader such, by its own name, {_BESIDE}"),
+    **instead("with_ids", say=INSTEAD["with_ids"]),
+    **instead("device", say=INSTEAD["device"]),
+}
+_OF_DATALOADER = [*inspect.signature(DataLoader).parameters]
+_OURS = ("batch_sampler", "dataset", "sampler", "collate_fn", "generator")
+_IN_DATALOADER = {
+    **INSTEAD,
+    **instead("batch_sampler", "dataset", "sampler", say=_WAY_OUT),
+    **instead("collate_fn", say="batches are made already; pass transform=, which gets them"),
+    **instead("generator", say="use seed="),
+    **instead("workers", say="use num_workers="),
+    **instead("prefetch", say="use prefetch_factor="),
+    **instead("worker_type", say="its workers are processes; for threads take arrowcache.torch.Loader"),
+    **instead("device", say="use pin_memory=True, or DevicePrefetcher(dataloader(...), device)"),
+}
 
 
 class CacheDataset(Dataset[dict[str, Any]]):
@@ -66,6 +96,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
     Raises: ValueError: an unknown column. FileNotFoundError, CacheFormatError: no such cache.
     """
 
+    @face("CacheDataset", _INSTEAD)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -145,6 +176,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
             snapshots.delivered(*rows.arrival)  # a worker cannot tell
 
 
+@face("dataloader()", _IN_DATALOADER, others=[name for name in _OF_DATALOADER if name not in _OURS])
 def dataloader(
     cache: HasStore | str | os.PathLike[str],
     batch_size: int = 64,
@@ -165,6 +197,7 @@ def dataloader(
     timeout: float | None = 60.0,
     window_bytes: int | str | None = None,
     paced: bool = True,
+    weights: str | Callable[[Mapping[str, Any]], object] | None = None,
     **options: Any,
 ) -> DataLoader[dict[str, Any]]:
     """Return a stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
@@ -185,13 +218,6 @@ def dataloader(
     Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch` and `close`.
     Raises: TypeError: an option that this function sets itself. ValueError: an argument that does not fit.
     """
-    refuse_budget("dataloader", options)
-    if "collate_fn" in options:
-        raise TypeError(
-            "collate_fn cannot be given: batches are made already; pass transform=, which gets them"
-        )
-    if taken := [name for name in _OURS if name in options]:
-        raise TypeError(f"{taken} cannot be given beside ours: {_WAY_OUT}")
     num_workers = parse_count(num_workers, "num_workers", least=0)
     sampler = EpochBatchSampler(
         cache,
@@ -209,6 +235,7 @@ def dataloader(
         timeout=timeout,
         window_bytes=window_bytes,
         paced=paced,
+        weights=weights,
     )
     options.setdefault("persistent_workers", num_workers > 0)
     if num_workers:

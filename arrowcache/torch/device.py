@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arrowcache.arguments import face
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
@@ -94,6 +95,7 @@ class DevicePrefetcher(Closable):
     Raises: ValueError, TypeError: a device that does not exist, a depth that does not fit.
     """
 
+    @face("DevicePrefetcher")
     def __init__(
         self,
         iterable: Iterable[Any],

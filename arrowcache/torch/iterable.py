@@ -26,15 +26,17 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.errors import LoaderTimeoutError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.pickling import unpickled
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import EpochArguments, LoaderOptions, refuse_budget, spelled_out
+from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
 from arrowcache.reading.order import ResumedSteps, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
+from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import membership_now
@@ -45,6 +47,23 @@ from arrowcache.units import parse_count
 if TYPE_CHECKING:
     from typing import Unpack
 
+_OF_THE_DATALOADER = (
+    "the DataLoader takes it: DataLoader(CacheIterableDataset(cache, 64), batch_size=None, ...)"
+)
+_OF_LOADERS = "batches here have batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
+_INSTEAD = {
+    **OF_DATALOADER,
+    **instead("workers", say="give num_workers= to the DataLoader"),
+    **instead("prefetch", say="give prefetch_factor= to the DataLoader"),
+    **instead(
+        "worker_type", "multiprocessing_context", say="give multiprocessing_context= to the DataLoader"
+    ),
+    **instead("num_workers", "prefetch_factor", "pin_memory", "pin_memory_device", say=_OF_THE_DATALOADER),
+    **instead("persistent_workers", "worker_init_fn", "in_order", say=_OF_THE_DATALOADER),
+    **instead("with_ids", say="its batches have no ids: take arrowcache.torch.Loader(with_ids=True)"),
+    **instead("batch_tokens", "length_of", say=_OF_LOADERS),
+    **instead("device", say="move the DataLoader's batches by DevicePrefetcher(loader, device)"),
+}
 _FORMAT = "arrowcache.iterable"
 _POLL_SECONDS = 0.005
 
@@ -114,7 +133,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         more than 992 workers.
     """
 
-    @spelled_out(EpochArguments)
+    @takes("CacheIterableDataset", WeighedArguments, _INSTEAD)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str],
@@ -125,9 +144,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         *,
         columns: Sequence[str] | None = None,
         transform: Transform | None = None,
-        **options: Unpack[EpochArguments],
+        **options: Unpack[WeighedArguments],
     ) -> None:
-        refuse_budget("CacheIterableDataset", options)
         self._store = store_of(cache)
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
@@ -195,7 +213,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         place = self._place or self._resumed
         if place is None:
             return {"format": _FORMAT, "plan": None, "made": 0, "workers": 1}
-        state = place.plan.to_state()
+        state = state_of(self._store, place.plan)
         return {"format": _FORMAT, "plan": state, "made": place.made, "workers": place.workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,7 +232,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
             if state["plan"] is not None:
                 made = parse_count(state["made"], "made", least=0)
                 workers = parse_count(state["workers"], "workers")
-                plan = Plan.from_state(state["plan"], self._store.settings.full_rows)
+                plan = plan_of(self._store, state["plan"])
                 resumed = _IteratorState(plan, made, workers)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the state is damaged: {error!r}") from None

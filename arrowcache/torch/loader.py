@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.arrow.schema import Ragged
 from arrowcache.reading.assembly import Batch, Memory
 from arrowcache.reading.iterator import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import LoaderArguments, spelled_out
+from arrowcache.reading.options import LoaderArguments, takes
 from arrowcache.reading.stream import BatchStream
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.cached_dataset import CachedDataset
@@ -23,6 +25,16 @@ from arrowcache.torch.tensors import import_nested, to_tensor
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+
+_ON_A_DEVICE = (
+    "device='cuda' has batches in pinned memory, and copies them ahead; without a device leave it out"
+)
+_INSTEAD = {
+    **OF_DATALOADER,
+    **instead("pin_memory", say=_ON_A_DEVICE),
+    **instead("devices", say="DevicePrefetcher(loader, devices=...) divides its batches among devices"),
+}
 
 
 class Loader(NumpyLoader):
@@ -53,22 +65,21 @@ class Loader(NumpyLoader):
 
     _prefetcher: DevicePrefetcher | None = None  # also if the constructor fails
 
-    @spelled_out(LoaderArguments)
     def __new__(  # noqa: PYI034  # of a CachedDataset it is a CachedLoader
         cls,
         cache: HasStore | str | os.PathLike[str] | CachedDataset,
         batch_size: int | None = None,
-        *,
+        *positional: Any,
         device: Device | None = None,
         **options: Any,
     ) -> Loader:
         """Make the loader of a cache, or of a CachedDataset: a CachedLoader."""
         if isinstance(cache, CachedDataset):
             rows = 64 if batch_size is None else batch_size
-            return CachedLoader(cache, rows, device=device, **options)  # type: ignore[return-value]  # it stands in
+            return CachedLoader(cache, rows, *positional, device=device, **options)  # type: ignore[return-value]  # it stands in
         return super().__new__(cls)
 
-    @spelled_out(LoaderArguments)
+    @takes("Loader", LoaderArguments, _INSTEAD)
     def __init__(
         self,
         cache: HasStore | str | os.PathLike[str] | CachedDataset,
@@ -126,3 +137,6 @@ class Loader(NumpyLoader):
             except TypeError as error:  # such as an array of Python objects
                 raise TypeError(f"column {name!r} cannot become a tensor: {error}") from None
         return tensors
+
+
+Loader.__new__.__signature__ = inspect.signature(Loader.__init__)  # type: ignore[attr-defined]  # `help` shows it

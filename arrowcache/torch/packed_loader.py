@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.options import PackedArguments, spelled_out
+from arrowcache.reading.options import PackedArguments, takes
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.sequences import SequenceAssembly
 from arrowcache.storage.recovery import HasStore, store_of
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 _SHUFFLES = ("rows", "window", None)
+_STORE_IT = "packed() makes no batches of rows: store what a transform makes, and give packed() that column"
+_ONCE = "each document comes once; choose documents by rows= or where="
+_INSTEAD = {
+    **OF_DATALOADER,
+    **instead("transform", "collate_fn", say=_STORE_IT),
+    **instead("columns", say="its documents are those of one column: column="),
+    **instead("drop_last", "drop_remainder", say="the last sequence has padding, and is never dropped"),
+    **instead("workers", "num_workers", "worker_type", say="native threads put sequences together"),
+    **instead("with_ids", say="a sequence has parts of several rows, which document_ids tells apart"),
+    **instead("weights", say=_ONCE),
+    **instead("batch_tokens", "length_of", say="a batch has batch_size * length tokens"),
+    **instead(
+        "max_length", "max_seq_length", "max_seqlen", "seq_length", "sequence_length", say="use length="
+    ),
+    **instead("pin_memory", say="device='cuda' copies from pinned memory; without a device leave it out"),
+}
 
 
 class PackedLoader(Loader):
@@ -28,6 +45,12 @@ class PackedLoader(Loader):
     """
 
     _may_yield_views = False
+    _face = "packed(...)"
+    _as_dataset = (
+        "Code that wants a DataLoader gets DataLoader(it, batch_size=None) over an IterableDataset whose "
+        "`__iter__` returns iter(loader); Hugging Face's Trainer takes that from its get_train_dataloader(), "
+        "with max_steps"
+    )
 
     def __init__(self, cache: HasStore | str | os.PathLike[str], packing: Packing, **options: Any) -> None:
         self._packing = packing
@@ -60,7 +83,7 @@ class PackedLoader(Loader):
         return SequenceAssembly(self._store, self._options, self._meter, self._memory())
 
 
-@spelled_out(PackedArguments)
+@takes("packed()", PackedArguments, _INSTEAD)
 def packed(
     source: NumpyLoader | HasStore | str | os.PathLike[str],
     column: str,
@@ -125,10 +148,6 @@ def packed(
     Raises: ValueError, TypeError: an argument that does not fit. FileNotFoundError, CacheFormatError: no such
         cache.
     """
-    if unknown := [name for name in options if name not in PackedArguments.__annotations__]:
-        raise TypeError(
-            f"packed() has no argument {unknown[0]!r}: it takes {', '.join(PackedArguments.__annotations__)}"
-        )
     chosen: dict[str, Any] = {**options}
     if isinstance(source, NumpyLoader):
         chosen, device = _options_of(source) | chosen, device or _device_of(source)
@@ -159,6 +178,12 @@ def _options_of(loader: NumpyLoader) -> dict[str, Any]:
             "the Loader has a transform, which is applied to batches of rows, and packed() makes none: give "
             "packed() the cache, and store what the transform makes"
         )
+    for name in ("weights", "batch_tokens", "with_ids"):
+        if getattr(options, name):
+            raise ValueError(
+                f"the Loader has {name}=, which packed() cannot have: {_INSTEAD[name]}. Give packed() a "
+                "Loader without it, or the cache"
+            )
     return {name: getattr(options, name) for name in PackedArguments.__annotations__}
 
 

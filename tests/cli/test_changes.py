@@ -50,7 +50,7 @@ def test_create_makes_an_empty_cache_and_says_what_it_is(call, tmp_path):
         "tokens": ac.Ragged("int32"),
     }  # fmt: skip
     assert made.stats().capacity_bytes == 10**9
-    assert made.store.settings.segment_bytes == 64 << 20
+    assert made.store.settings.segment_bytes == 10**9 // 16
 
 
 def test_create_takes_every_setting(call, tmp_path):
@@ -84,6 +84,13 @@ def test_a_cache_like_another_has_its_schema_and_settings_unless_said(call, tmp_
     assert third.full_rows > one.full_rows
 
 
+def test_a_cache_like_another_that_is_much_smaller_has_smaller_segments(call, tmp_path):
+    ac.Cache.create(tmp_path / "one", {"x": ac.Tensor("uint8", (100,))}, "10GB", headroom=0.3)
+    assert call("create", tmp_path / "other", "--like", tmp_path / "one", "--capacity", "100MB")[0] == OK
+    settings = ac.Cache.open(tmp_path / "other").store.settings
+    assert (settings.segment_bytes, settings.headroom) == (100_000_000 // 16, 0.3)
+
+
 def test_a_schema_may_be_in_a_file(call, tmp_path):
     make_cache(tmp_path / "one")
     (tmp_path / "text").write_text("# pictures\nimage: float32[16, 16]\nlabel: int64\n")
@@ -113,8 +120,11 @@ def test_a_schema_may_be_in_a_file(call, tmp_path):
         (["--schema", "x: int8", "--capacity", "many"],
          "--capacity 'many' is not a size: say bytes as a number"),
         (["--schema", "x: int8", "--capacity", "0"], "--capacity '0' must be more than 0"),
-        (["--schema", "x: int8", "--capacity", "1MiB"], "lower --segment-bytes"),
-        (["--schema", "x: int8[999999999]", "--capacity", "1GB"], "raise --segment-bytes"),
+        (["--schema", "x: int8", "--capacity", "1MiB", "--segment-bytes", "1MiB"], "lower --segment-bytes"),
+        (["--schema", "x: int8", "--capacity", "150kB"], "raise --capacity to"),
+        (["--schema", "x: int8[999999999]", "--capacity", "1GB"], "raise --capacity to"),
+        (["--schema", "x: int8[9999]", "--capacity", "1GB", "--segment-bytes", "8kB"],
+         "raise --segment-bytes"),
         (["--schema", "x: int8[999999]", "--capacity", "1GB", "--segment-rows", "9999"],
          "lower --segment-rows to"),
         (["--schema", "x: int8", "--capacity", "1GB", "--headroom", "2"], "--headroom '2' is no share"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,34 @@ def test_one_that_is_open_is_compared_as_well(tmp_path):
     file.close()
     assert not kind_of(KIND_BYTES).has(file), "it cannot be read"
     maps.unmap([file])
+
+
+def test_there_is_room_without_end_where_addresses_are_not_limited():
+    assert maps.room() == maps.room(3) == 2**63 - 1
+
+
+@pytest.mark.parametrize("more", [-HUGE_PAGE, 0, PAGE, 5 * HUGE_PAGE, 20 * HUGE_PAGE])
+def test_where_addresses_are_limited_files_have_half_of_what_the_rest_leaves(tmp_path, more):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * HUGE_PAGE)
+
+    def child() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used + more, limit))
+        files, before = [], maps.room()
+        assert before <= max(0, more) // 2
+        for _ in range(12):
+            (file,) = maps.files(os.fspath(tmp_path), [path.name])
+            file.open(LIMIT, ANY_NUMBER)
+            file.close()
+            files.append(file)
+        assert [bool(file.address) for file in files] == [n < before // HUGE_PAGE for n in range(12)]
+        assert maps.room(3) >= maps.room()
+        maps.unmap(files)
+        assert abs(maps.room() - before) < HUGE_PAGE // 2  # Python may have got some memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        assert maps.room() == 2**63 - 1
+
+    with in_child(child):
+        pass

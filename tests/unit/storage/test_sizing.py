@@ -42,6 +42,51 @@ def test_as_many_rows_as_fit_or_fewer_make_a_full_segment(schema, paged):
         sized(schema, segment_rows=most + 1)
 
 
+@pytest.mark.parametrize(
+    ("capacity", "segment_bytes"),
+    [
+        ("200GB", 64 * MIB), ("1GiB", 64 * MIB), (1024 * MIB - 16, 64 * MIB - 1),
+        ("100MB", 100_000_000 // 16), ("64MB", 4_000_000), ("10MB", 625_000), ("1MiB", 64 * KIB),
+        ("256KiB", 16 * KIB),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("schema", [SCHEMA, TEXT])
+def test_a_default_segment_is_64_MiB_or_a_sixteenth_of_the_capacity(schema, capacity, segment_bytes):
+    assert sized(schema, capacity, segment_bytes=None).segment_bytes == segment_bytes
+
+
+@pytest.mark.parametrize(
+    "schema", [{"x": ac.Tensor("uint8", (size,))} for size in (7 * MIB, 20 * MIB, 24 * MIB)] + [WIDE]
+)
+def test_a_default_segment_holds_one_row_at_least_and_is_a_quarter_at_most(schema):
+    settings = sized(ac.Schema(schema), segment_bytes=None)
+    assert settings.full_rows >= 1
+    assert 100 * MIB // 16 <= settings.segment_bytes <= 100 * MIB // 4
+    require_capacity(settings)
+
+
+@pytest.mark.parametrize(
+    ("size", "capacity"),
+    [(26 * MIB, 100 * MIB), (200 * MIB, "100MB"), (MIB, 2 * MIB), (10, 192 * KIB), (10, 1)],
+)
+def test_a_row_that_is_more_than_a_quarter_of_the_capacity_is_refused_with_a_capacity_that_holds_it(
+    size, capacity
+):
+    schema = ac.Schema({"x": ac.Tensor("uint8", (size,))})
+    with pytest.raises(ValueError, match=r"a row needs a segment of .*: raise capacity to (.*)$") as refused:
+        sized(schema, capacity, segment_bytes=None)
+    enough = str(refused.value).rpartition(" to ")[2].replace(" ", "")
+    assert sized(schema, enough, segment_bytes=None).full_rows >= 1
+
+
+def test_a_default_segment_holds_the_rows_that_are_asked_for():
+    assert sized(segment_bytes=None, segment_rows=20_000).full_rows == 20_000  # some 19 MiB
+    assert sized(TEXT, segment_bytes=None, segment_rows=5 * MIB).full_rows == 5 * MIB
+    most = max_rows(SCHEMA, 25 * MIB)
+    with pytest.raises(ValueError, match=f"30000 rows need a segment of .*or lower segment_rows to {most}"):
+        sized(segment_bytes=None, segment_rows=30_000)
+
+
 @pytest.mark.parametrize("headroom", [0, 0.999, 0.0])
 def test_a_headroom_is_a_share(headroom):
     assert sized(headroom=headroom).headroom == headroom

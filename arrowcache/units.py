@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
+from collections.abc import Iterable
 
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -124,6 +125,14 @@ def format_share(part: float, whole: float) -> str:
     if 0 < share < 1:
         return "<1 %"
     return ">99 %" if 99 < share < 100 else f"{share:.0f} %"
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return a question that names those like an unknown one, for a message, or "": none is like it."""
+    import difflib
+
+    near = difflib.get_close_matches(str(name), [*names])
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def require_function(function: object, name: str) -> None:

@@ -32,7 +32,7 @@ from arrowcache.arrow.dtype import DTYPES, dtype_name, dtype_of
 from arrowcache.display import Card, Shown, Table
 from arrowcache.errors import SchemaError
 from arrowcache.lifetimes import cached_property
-from arrowcache.units import as_int, format_bytes, format_count
+from arrowcache.units import as_int, did_you_mean, format_bytes, format_count
 
 RESERVED_NAMES = ("_seq", "_row", "_age_seconds")
 METADATA_KEY = b"arrowcache"
@@ -290,10 +290,7 @@ class Schema(Shown, Mapping[str, FieldType]):
         names: tuple[str, ...] = tuple(columns)
         for name in names:
             if name not in self._fields:
-                import difflib
-
-                near = difflib.get_close_matches(str(name), self._fields)
-                hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+                hint = did_you_mean(name, self._fields)
                 raise ValueError(f"unknown column {name!r}: {hint}the cache has {', '.join(self._fields)}")
         if len(set(names)) != len(names):
             raise ValueError(f"columns {names} names a column twice")

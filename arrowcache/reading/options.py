@@ -20,7 +20,8 @@ from arrowcache.reading.budget import Budget
 from arrowcache.reading.membership import Membership, membership, require_name
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.plan import require_shuffle
-from arrowcache.reading.selection import INCLUDED, require_rows, rows_term
+from arrowcache.reading.row_functions import is_expression
+from arrowcache.reading.selection import INCLUDED, require_expected, require_rows, rows_term
 from arrowcache.reading.weighing import require_weights
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
@@ -50,6 +51,7 @@ class EpochArguments(TypedDict, total=False):
 
     where: Callable[[SegmentInfo], bool] | None
     rows: object
+    expect: str | Sequence[str]
     rank: int | None
     world_size: int | None
     run_id: str | None
@@ -81,7 +83,7 @@ class LoaderArguments(EpochArguments, total=False):
     with_ids: bool
     batch_tokens: int | None
     length_of: str | None
-    weights: str | Callable[[Mapping[str, Any]], object] | None
+    weights: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class LoaderOptions:
     prefetch: int | None = None
     where: Callable[[SegmentInfo], bool] | None = None
     rows: object = INCLUDED
+    expect: str | Sequence[str] = ()
     with_ids: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -118,7 +121,7 @@ class LoaderOptions:
     paced: bool = True
     batch_tokens: int | None = None
     length_of: str | None = None
-    weights: str | Callable[[Mapping[str, Any]], object] | None = None
+    weights: object = None
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
@@ -164,6 +167,7 @@ class LoaderOptions:
             "timeout": _timeout_seconds(self.timeout),
             "names": names,
             "rows": require_rows(self.rows),
+            "expect": require_expected(self.expect, self.rows, self.weights),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
         for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", MOST_PREFETCHED)):
@@ -171,6 +175,16 @@ class LoaderOptions:
                 parsed[name] = parse_count(value, name, most=most)
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def chosen_by(self) -> tuple[str, ...]:
+        """The arguments that look at all rows as an epoch begins."""
+        given = {
+            "rows": callable(self.rows) or is_expression(self.rows),
+            "weights": self.weights is not None,
+            "batch_tokens": self.budget is not None,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
 
     @property
     def views(self) -> bool:
@@ -188,7 +202,7 @@ class LoaderOptions:
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
         terms = {name: getattr(self, name) for name in _TERMS}
-        weights = self.weights if self.weights is None or isinstance(self.weights, str) else "a function"
+        weights = None if self.weights is None else rows_term(self.weights)
         terms |= {"window_bytes": self.window_nbytes, "rows": rows_term(self.rows), "weights": weights}
         return terms if self.packing is None else terms | self.packing.terms()
 

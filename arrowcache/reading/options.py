@@ -91,6 +91,7 @@ class LoaderOptions:
     """The arguments of `Loader`, with its defaults, and values derived from them for a cache.
 
     Args:
+        known: names of tags and annotations that were found before, as by another process.
         may_view: batches may be views of the cache's files.
         packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
             the order, and all ranks have the same order.
@@ -122,6 +123,7 @@ class LoaderOptions:
     batch_tokens: int | None = None
     length_of: str | None = None
     weights: object = None
+    known: tuple[str, ...] = ()
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns

@@ -316,8 +316,7 @@ def require_expression(
         if re.search(rf"(?<![\w.]){re.escape(name)}\(", text):
             raise ValueError(
                 f"{what}={_shown(expression)} calls {name}: an expression may call pyarrow's own functions "
-                "of one row, and not random, since its answer is remembered; give a Python function of columns "
-                "instead"
+                "of one row, and not random, since its answer is remembered; give a Python function instead"
             )
     if "FieldPath(" in text:
         raise ValueError(

@@ -218,7 +218,7 @@ class Meter:
     def __init__(
         self, workers: int = 0, shuffle: str | None = "rows", chosen_by: tuple[str, ...] = ()
     ) -> None:
-        self._workers, self._shuffle, self._chosen_by = workers, shuffle, chosen_by
+        self._workers, self._shuffle, self.chosen_by = workers, shuffle, chosen_by
         self.choosing_seconds, self.repeats = 0.0, False
         self._lock = threading.RLock()  # a signal handler may ask, or close, while its thread is counting
         self.seconds = dict.fromkeys(STAGES, 0.0)
@@ -418,7 +418,7 @@ class Meter:
                 unselected_rows=self.unselected_rows,
                 held_up_seconds=self.held_up_seconds,
                 choosing_seconds=self.choosing_seconds,
-                chosen_by=self._chosen_by,
+                chosen_by=self.chosen_by,
                 repeats=self.repeats,
             )
 

@@ -333,8 +333,9 @@ class BatchStream:
     def _make(self, epoch: Epoch, *, awaited: bool) -> None:
         self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
         supply = self._epochs.supply
-        if self._endless and (_is_large(epoch) or supply.has_functions):
-            self._ahead_steps = min(_AHEAD_STEPS, epoch.order.steps // 2) if supply.has_functions else 0
+        chooses = bool(self._meter.chosen_by) and supply.has_functions
+        if self._endless and (_is_large(epoch) or chooses):
+            self._ahead_steps = min(_AHEAD_STEPS, epoch.order.steps // 2) if chooses else 0
             self._looks = supply.store.look_ahead()
             self._slices = itertools.chain(self._looks, supply.take_ahead(max(1, self._ahead_steps // 2)))
 

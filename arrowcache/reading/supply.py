@@ -45,8 +45,9 @@ class Supply:
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self.store, self._where, self._meter = store, options.where, meter
-        self._selection = Selection(store, options.rows, options.expect)
-        self._weighing = None if options.weights is None else Weighing(store, options.weights, options.expect)
+        expect = [*options.expect, *options.known]
+        self._selection = Selection(store, options.rows, expect)
+        self._weighing = None if options.weights is None else Weighing(store, options.weights, expect)
         functions = [self._selection.function, None if self._weighing is None else self._weighing.function]
         self._functions = [function for function in functions if function is not None]
         #: True if a Python function is asked in each epoch: one rank of the node does.
@@ -83,6 +84,11 @@ class Supply:
 
     def _chosen_by(self, verb: str) -> str:
         return f"{' and '.join(self._choose)} {verb}{'s' * (len(self._choose) == 1)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tags and annotations that `rows` names."""
+        return self._selection.names
 
     @property
     def has_functions(self) -> bool:

@@ -208,7 +208,10 @@ class Cache(Shown, Closable):
         return self._notes.tag(row_ids(ids), tag)
 
     def untag(self, ids: object, tag: str) -> int:
-        """Take a tag off rows. Args, Returns, Blocks, Raises: as `tag`."""
+        """Take a tag off rows, those that have it: none need to, so that it may be called twice.
+
+        Args, Returns, Blocks, Raises: as `tag`.
+        """
         return self._notes.untag(row_ids(ids), tag)
 
     def annotate(self, ids: object, /, **values: ArrayLike) -> None:

@@ -127,11 +127,11 @@ def format_share(part: float, whole: float) -> str:
     return ">99 %" if 99 < share < 100 else f"{share:.0f} %"
 
 
-def did_you_mean(name: str, names: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+def did_you_mean(name: object, names: Iterable[str], shown: Callable[[str], str] = repr) -> str:
     """Return a question that names what comes near a name which is unknown, and ends in a space; or nothing."""
     import difflib  # 4 ms that only an error takes
 
-    near = difflib.get_close_matches(name, list(names))
+    near = difflib.get_close_matches(str(name), [*names])
     return f"did you mean {' or '.join(map(shown, near))}? " if near else ""
 
 

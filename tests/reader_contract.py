@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from every_type import every_type
 from helpers import (
@@ -231,6 +232,39 @@ class Contract:
             with face.make(cache, 16, rows="all") as another:
                 assert sorted(ids_of(another)) == IDS
 
+    def test_a_function_of_rows_is_asked_in_each_epoch_and_by_one_process(self, face, cache, tmp_path):
+        oldest, asked = tmp_path / "oldest", tmp_path / "asked"
+
+        def rows(columns):
+            with asked.open("a") as file:
+                file.write("+")
+            return columns["id"] >= int(oldest.read_text())
+
+        with face.make(cache, 16, rows=rows) as reader:
+            for first in (0, 80, 32):
+                oldest.write_text(str(first))
+                assert sorted(ids_of(reader)) == IDS[first:]
+        assert asked.read_text() == "+" * 30
+
+    def test_an_expression_chooses_rows_and_what_it_does_not_know_is_refused_at_once(self, face, cache):
+        field = pc.field
+        with face.make(cache, 8, rows=(field("id") >= 40) & (field("_seq") != 4), drop_last=False) as reader:
+            for _ in range(2):
+                assert sorted(ids_of(reader)) == [*range(40, 64), *range(80, 160)]
+        with ac.Cache.open(cache.path) as another:  # whose end writes them
+            another.annotate([(0, row) for row in range(16)], loss=np.arange(16))
+        with face.make(cache, 1, rows=field("loss") > 12) as reader:
+            assert sorted(ids_of(reader)) == [13, 14, 15]
+            with ac.Cache.open(cache.path) as another:
+                another.annotate((2, 0), loss=20)
+            assert sorted(ids_of(reader)) == [13, 14, 15, 32]
+        with pytest.raises(ValueError, match=r"reads 'los'.*did you mean 'loss'"):
+            face.make(cache, 8, rows=field("los") > 12)
+        with pytest.raises(ValueError, match="no row has the tag 'tga'"):
+            face.make(cache, 8, rows="tga")
+        with face.make(cache, 8, rows=field("los").is_null(), expect="los") as reader:
+            assert sorted(ids_of(reader)) == IDS
+
     def test_a_state_keeps_the_rows_with_which_its_epoch_began(self, face, cache):
         face.needs("state")
         with face.make(cache, 8, rows=lambda columns: columns["id"] >= 40) as reader:
@@ -378,6 +412,15 @@ class Contract:
         with (
             face.make(cache, 16, timeout=0.05) as reader,
             pytest.raises(face.error or ac.LoaderTimeoutError, match="which has 0"),
+        ):
+            next(iter(reader))
+
+    def test_an_empty_cache_to_which_nobody_writes_is_an_error_before_the_timeout(self, face, tmp_path):
+        """Here there is none."""
+        cache = make_cache(tmp_path / "empty")
+        with (
+            face.make(cache, 16, timeout=None) as reader,
+            pytest.raises(face.error or ac.LoaderTimeoutError, match="is empty, and nobody writes to it"),
         ):
             next(iter(reader))
 

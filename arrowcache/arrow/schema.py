@@ -290,7 +290,7 @@ class Schema(Shown, Mapping[str, FieldType]):
         names: tuple[str, ...] = tuple(columns)
         for name in names:
             if name not in self._fields:
-                hint = did_you_mean(str(name), self._fields)
+                hint = did_you_mean(name, self._fields)
                 raise ValueError(f"unknown column {name!r}: {hint}the cache has {', '.join(self._fields)}")
         if len(set(names)) != len(names):
             raise ValueError(f"columns {names} names a column twice")

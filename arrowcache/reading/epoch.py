@@ -206,7 +206,7 @@ class Epochs:
         self._membership: Membership | None = None
         self._agreement: Agreement | None = None
         self._shard, self._has_joined = Shard(), False
-        self.supply = Supply(store, options)
+        self.supply = Supply(store, options, meter)
         self._lengths = None if options.budget is None else Lengths(options.budget)
         #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
         self.planned = self.plan_of(0)
@@ -357,7 +357,8 @@ class Epochs:
             undo.enter_context(epoch)
             if is_rest:
                 retake = partial(self.supply.retake, planned)
-                snapshot = self._agreed(epoch, planned.position, retake)
+                with self._meter.stage("start"):
+                    snapshot = self._agreed(epoch, planned.position, retake)
             elif wait is not None:
                 patience = Patience(
                     self.supply,
@@ -368,13 +369,18 @@ class Epochs:
                 )
                 snapshot = patience.wait(partial(self._take, epoch, ahead=ahead), wait)
             else:
-                snapshot = self._take(epoch, ahead=ahead)
+                with self._meter.stage("start"):
+                    snapshot = self._take(epoch, ahead=ahead)
             if snapshot is None:
                 return None
-            lengths = None if self._lengths is None else self._lengths.of(snapshot)
-            plan = planned if is_rest else self.plan_of(planned.epoch, snapshot, lengths)
-            order = self._order(plan, snapshot.segments, self._missing, lengths)
-            epoch.begin(plan.among(snapshot.segments), order, range(order.steps)[made])
+            with self._meter.stage("start"):
+                lengths = None
+                if self._lengths is not None:
+                    with self._meter.choosing():
+                        lengths = self._lengths.of(snapshot)
+                plan = planned if is_rest else self.plan_of(planned.epoch, snapshot, lengths)
+                order = self._order(plan, snapshot.segments, self._missing, lengths)
+                epoch.begin(plan.among(snapshot.segments), order, range(order.steps)[made])
             self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
             undo.pop_all()
         return epoch
@@ -465,7 +471,7 @@ class Epochs:
 
         agreed = None
         try:
-            agreed = self._agreed(epoch, 0, take, ahead=ahead)
+            agreed = self._agreed(epoch, 0, take, ahead=ahead, alone=self.supply.asks)
         finally:
             if agreed is None or agreed is not own:
                 epoch.give_back()  # nothing was taken, or another rank was first
@@ -474,7 +480,13 @@ class Epochs:
         return agreed
 
     def _agreed(
-        self, epoch: Epoch, position: int, take: Callable[[], Snapshot | None], *, ahead: bool = False
+        self,
+        epoch: Epoch,
+        position: int,
+        take: Callable[[], Snapshot | None],
+        *,
+        ahead: bool = False,
+        alone: bool = False,
     ) -> Snapshot | None:
         """Return the snapshot of `take`, or the one that another rank of the same job has taken already."""
         if self._agreement is None:
@@ -482,7 +494,8 @@ class Epochs:
         else:
             terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}
             try:
-                snapshot = self._agreement.snapshot(epoch.number, terms, take, ahead=ahead)
+                snapshot = self._agreement.snapshot(epoch.number, terms, take, ahead=ahead, alone=alone)
+                self.supply.is_asked_elsewhere = snapshot is None and self._agreement.others_take
             except CorruptSegmentError:  # the other ranks can read it, and go on to the next one
                 if ahead:
                     self._lost_ahead = epoch.number

@@ -7,12 +7,11 @@ names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.budget import Budget
+from arrowcache.reading.row_functions import unknown_runs
 from arrowcache.reading.snapshot import Snapshot
 
 _ROWS_AT_ONCE = 1 << 20
@@ -33,7 +32,7 @@ class Lengths:
         Raises: ValueError: a row is longer than the budget, or its length is negative. As `Snapshot.gather`.
         """
         known = {seq: self._known[seq] for seq in snapshot.seqs.tolist() if seq in self._known}
-        for segments in self._new(snapshot, known):
+        for segments in unknown_runs(snapshot, known, _ROWS_AT_ONCE):
             first, last = snapshot.rows_before(segments.start), snapshot.rows_before(segments.stop)
             read = snapshot.lengths(first, last, self._budget.column)
             lengths = read.clip(-_MOST_LENGTH, _MOST_LENGTH).astype(np.int32)
@@ -46,18 +45,6 @@ class Lengths:
         lengths = of_all if selected.are_all else of_all[selected.ids(np.arange(selected.size))]
         self._require_fit(snapshot, lengths)
         return np.maximum(lengths, 1)
-
-    def _new(self, snapshot: Snapshot, known: dict[int, NDArray[np.int32]]) -> Iterator[range]:
-        """Yield runs of segments whose lengths are not known, to be read at once."""
-        first = 0
-        for index, segment in enumerate(snapshot.segments):
-            is_known = segment.seq in known
-            if is_known or snapshot.rows_before(index) - snapshot.rows_before(first) >= _ROWS_AT_ONCE:
-                if index > first:
-                    yield range(first, index)
-                first = index + is_known
-        if first < len(snapshot.segments):
-            yield range(first, len(snapshot.segments))
 
     def _require_fit(self, snapshot: Snapshot, lengths: NDArray[np.int32]) -> None:
         tokens, column = self._budget

@@ -139,7 +139,7 @@ class Loader(Closable):
         self._options = options = LoaderOptions(
             self._store.settings, batch_size, may_view=may_view, packing=self._packing, **arguments
         )
-        self._meter = Meter(options.workers, options.shuffle)
+        self._meter = Meter(options.workers, options.shuffle, options.chosen_by)
         self._epochs = Epochs(self._store, options, self._meter)
         self._epochs.join(self._membership(begins=False))
         self._assembly = self._new_assembly()

@@ -21,7 +21,8 @@ from arrowcache.reading.budget import Budget
 from arrowcache.reading.membership import Membership, membership, require_name
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.plan import require_shuffle
-from arrowcache.reading.selection import INCLUDED, require_rows, rows_term
+from arrowcache.reading.row_functions import is_expression
+from arrowcache.reading.selection import INCLUDED, require_expected, require_rows, rows_term
 from arrowcache.reading.weighing import require_weights
 from arrowcache.storage.layout import SegmentInfo, Settings, Term
 from arrowcache.storage.store import Store
@@ -49,6 +50,7 @@ class EpochArguments(TypedDict, total=False):
 
     where: Callable[[SegmentInfo], bool] | None
     rows: object
+    expect: str | Sequence[str]
     rank: int | None
     world_size: int | None
     run_id: str | None
@@ -62,7 +64,7 @@ class EpochArguments(TypedDict, total=False):
 class WeighedArguments(EpochArguments, total=False):
     """Keyword arguments of all that make epochs which may draw rows by weights, as of `Loader`."""
 
-    weights: str | Callable[[Mapping[str, Any]], object] | None
+    weights: object
 
 
 class DatasetArguments(WeighedArguments, total=False):
@@ -98,6 +100,7 @@ class LoaderOptions:
     """The arguments of `Loader`, with its defaults, and values derived from them for a cache.
 
     Args:
+        known: names of tags and annotations that were found before, as by another process.
         may_view: batches may be views of the cache's files.
         packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
             the order, and all ranks have the same order.
@@ -116,6 +119,7 @@ class LoaderOptions:
     prefetch: int | None = None
     where: Callable[[SegmentInfo], bool] | None = None
     rows: object = INCLUDED
+    expect: str | Sequence[str] = ()
     with_ids: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -127,7 +131,8 @@ class LoaderOptions:
     paced: bool = True
     batch_tokens: int | None = None
     length_of: str | None = None
-    weights: str | Callable[[Mapping[str, Any]], object] | None = None
+    weights: object = None
+    known: tuple[str, ...] = ()
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
@@ -173,6 +178,7 @@ class LoaderOptions:
             "timeout": _timeout_seconds(self.timeout),
             "names": names,
             "rows": require_rows(self.rows),
+            "expect": require_expected(self.expect, self.rows, self.weights),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
         for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", MOST_PREFETCHED)):
@@ -180,6 +186,16 @@ class LoaderOptions:
                 parsed[name] = parse_count(value, name, most=most)
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def chosen_by(self) -> tuple[str, ...]:
+        """The arguments that look at all rows as an epoch begins."""
+        given = {
+            "rows": callable(self.rows) or is_expression(self.rows),
+            "weights": self.weights is not None,
+            "batch_tokens": self.budget is not None,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
 
     @property
     def views(self) -> bool:
@@ -197,7 +213,7 @@ class LoaderOptions:
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
         terms = {name: getattr(self, name) for name in _TERMS}
-        weights = self.weights if self.weights is None or isinstance(self.weights, str) else "a function"
+        weights = None if self.weights is None else rows_term(self.weights)
         terms |= {"window_bytes": self.window_nbytes, "rows": rows_term(self.rows), "weights": weights}
         return terms if self.packing is None else terms | self.packing.terms()
 

@@ -85,12 +85,18 @@ class Patience:
                     raise LoaderTimeoutError(self._why_late())
                 if (why := self._why_never()) and self._world_size == 1:  # asked always: it looks who writes
                     raise LoaderTimeoutError(why)
-                with self._meter.stage("pace" if self._supply.pace_says else "samplers"):
+                with self._meter.stage(self._stage()):
                     time.sleep(self._pause)
                 self._pause = min(1.5 * self._pause, _MOST_PAUSE_SECONDS)
                 if self._is_due():
                     snapshot = self._try(take, wait)
         return snapshot
+
+    def _stage(self) -> str:
+        """What is waited for, as a stage of the stats."""
+        if self._supply.is_asked_elsewhere:  # another rank chooses the rows, as the beginning of the epoch
+            return "start"
+        return "pace" if self._supply.pace_says else "samplers"
 
     def _try(self, take: Callable[[], Snapshot | None], wait: Wait) -> Snapshot | None:
         with self._meter.stage("start"):
@@ -98,7 +104,7 @@ class Patience:
         if snapshot is not None:
             return snapshot
         supply = self._supply
-        if not supply.pace_says:  # else the supply did not count all rows
+        if not (supply.pace_says or supply.is_asked_elsewhere):  # else the supply did not count all rows
             self._ends = (supply.listed[0].seq, supply.listed[-1].seq) if supply.listed else (-1, -1)
             if supply.rows > self._most_rows:
                 self._most_rows, self._ends_then, self._vain_since = supply.rows, self._ends, 0.0
@@ -134,7 +140,9 @@ class Patience:
         Also true if the wait is in vain, even while samplers draw.
         """
         timeout = self._timeout_seconds
-        if timeout is None:
+        if self._supply.is_asked_elsewhere:
+            self._began = time.monotonic()
+        if timeout is None or self._supply.is_asked_elsewhere:
             return False
         since = max(self._began, self._last_row())
         if time.monotonic() - since > timeout:
@@ -178,7 +186,7 @@ class Patience:
         waited = f"waited {self._timeout_seconds:g} s"
         if supply.pace_says:
             return (
-                f"{waited} for the pace of {path}: {supply.pace_says}. "
+                f"{waited} for the pace of {path}: {supply.pace_says}{self._never_served()}. "
                 "Is a sampler running? set another pace with cache.set_pace(), or raise timeout"
             )
         if never := self._why_never():
@@ -194,15 +202,36 @@ class Patience:
             return fact
         return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
 
+    def _never_served(self) -> str:
+        """The words on rows that no epoch served, where the pace leaves out segments that one began."""
+        record = self._store.usage.record()
+        rows = record.inserted_rows - record.served_rows
+        if self._supply.most_passes() is None or rows <= 0:
+            return ""
+        return (
+            f"; of {format_count(record.inserted_rows, 'row')} published so far at least {rows:,} were never "
+            "served, since max_reuse counts a segment as read once an epoch of it has begun. A later release "
+            "has Loader(once=...), which counts rows; until then let epochs end, without epoch_rows and with "
+            "drop_last=False"
+        )
+
     def _why_never(self) -> str:
         """Return why the rows are not enough, where nobody writes more, or "" if more may come."""
         supply, options = self._supply, self._options
         step_rows = options.step_rows(self._world_size)
         is_short = options.drop_last and options.wait_rows <= supply.rows < step_rows
-        is_refused = not supply.rows and options.wait_rows <= self._rows_listed
-        if supply.pace_says or not (is_short or is_refused) or not self._nobody_writes():
+        is_refused = not (supply.rows or options.expect) and options.wait_rows <= self._rows_listed
+        if supply.pace_says:
+            is_short = is_refused = False
+        is_empty = not self._rows_listed and options.wait_rows == 1 and not self._store.segments()
+        if supply.is_asked_elsewhere or not (is_short or is_refused or is_empty) or not self._nobody_writes():
             return ""
         path = self._store.folder.path
+        if is_empty:
+            return (
+                f"{path} is empty, and nobody writes to it: first start samplers, or write rows by "
+                f"cache.writer(); or pass wait_rows={max(2, step_rows)} to wait for them"
+            )
         if is_refused:
             refuses, way_out = supply.refused
             return (

@@ -17,7 +17,8 @@ those segments. This module owns the file and a lease on its segments; the loade
 Guarantees:
 - ranks that join one file read the same rows, in the same order, or an error says why not;
 - holding is a kernel lock: a rank that is killed leaves nothing that a person must clean;
-- no rank waits for another, and one that waits for rows holds nothing of that epoch;
+- no rank waits for another here, and one that waits for rows holds nothing of that epoch;
+- where a user's function chooses the rows, one rank asks it: `snapshot` returns None to others meanwhile;
 - a path is never made of the text of a file or a user: a run's name goes through `ranks_name`;
 - ending an epoch is safe in any thread, finalizers and forked children included. A child is
   never its parent: it holds nothing, and a beginning there is one more process that joins.
@@ -75,6 +76,7 @@ class Agreement:
         self._number = next(_numbers.setdefault(key, itertools.count()))
         self._begun: Counter[int] = Counter()
         self._has_warned = False
+        self.others_take = False  # of the last `snapshot`
         self._hold_nothing()
         self._closed = False
         forgets_in_child(self)
@@ -95,6 +97,7 @@ class Agreement:
         take: Callable[[], Snapshot | None],
         *,
         ahead: bool = False,
+        alone: bool = False,
     ) -> Snapshot | None:
         """Begin an epoch: return the snapshot that this node's ranks agreed on, open and all mapped.
 
@@ -106,8 +109,10 @@ class Agreement:
                 by the next call another rank may have begun.
             ahead: True if the rank has not come to this epoch yet, and perhaps never will: ranks work
                 ahead by different amounts. It counts as begun when `came_to` is called.
+            alone: True if only one rank at a time is to call `take`, which takes long.
         Returns: the result of `take`, or a snapshot of the segments that another rank took. None if
-            `take` returned None. The caller closes it, and then calls `release`.
+            `take` returned None, or if another rank calls it now: then `others_take` is True. The caller
+            closes it, and then calls `release`.
         Blocks: for cache.lock, and while another rank's segments are mapped; never for a rank.
         Raises: ValueError: the terms differ, or the segments are gone. CorruptSegmentError: one of
             them cannot be read here; the other ranks count on its rows. CacheFormatError: the file
@@ -117,11 +122,14 @@ class Agreement:
         self._warn_of_absent_ranks()
         name = ranks_name(self._membership.run, self._number, epoch, self._begun[epoch])
         record = {**terms, "world_size": self._membership.world_size}
-        with ExitStack() as undo:
-            mine = theirs = None
-            if os.path.lexists(self._store.folder.ranks / name):  # a rank that waits for rows takes no lock
-                with self._store.locked():
-                    theirs = self._join(name, epoch, record)
+        self.others_take = False
+        with ExitStack() as taking, ExitStack() as undo:
+            mine, theirs = None, self._joined(name, epoch, record)
+            if theirs is None and alone:
+                self.others_take = not taking.enter_context(self._store.usage.alone(name))
+                if self.others_take:
+                    return None
+                theirs = self._joined(name, epoch, record)  # another rank took one just now
             if theirs is None:
                 mine = take()
                 if mine is None:
@@ -173,6 +181,13 @@ class Agreement:
         return f"<Agreement: loader {self._number} of {self._membership}>"
 
     # beginning
+
+    def _joined(self, name: str, epoch: int, terms: Mapping[str, Term]) -> Snapshot | None:
+        """Join the epoch's file, if there is one. A rank that waits for rows takes no lock."""
+        if not os.path.lexists(self._store.folder.ranks / name):
+            return None
+        with self._store.locked():
+            return self._join(name, epoch, terms)
 
     def _join(self, name: str, epoch: int, terms: Mapping[str, Term]) -> Snapshot | None:
         """Join the epoch's file, if some rank holds one; under cache.lock."""

@@ -7,11 +7,23 @@ Must never: change the rows of an epoch that has begun.
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.reading.segment_function import SegmentFunction
+from arrowcache.reading.row_functions import (
+    PythonFunction,
+    RowFunction,
+    StoredFunction,
+    is_expression,
+    require_expression,
+    table_function,
+)
 from arrowcache.reading.selected import Bitmaps, bitmap
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
@@ -20,7 +32,7 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS, NO_TAGS, require_tag
 from arrowcache.storage.row_ids import is_row_id, row_ids
 from arrowcache.storage.store import Store
-from arrowcache.units import format_count
+from arrowcache.units import format_count, require_text, shortened
 
 INCLUDED, ALL_ROWS = NO_TAGS
 
@@ -31,20 +43,40 @@ class Selection:
     """The choice of rows that one loader reads.
 
     Args:
-        rows: as of `Loader`.
+        rows, expect: as of `Loader`, after `require_rows` and `require_expected`.
+    Raises: ValueError: a tag that no row has, or an expression that does not fit.
     """
 
-    def __init__(self, store: Store, rows: object) -> None:
+    def __init__(self, store: Store, rows: Any, expect: Sequence[str] = ()) -> None:
         self._rows, self._annotations = rows, Annotations.of(store)
         #: False: it leaves out only what is excluded.
         self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
         self._notes = self._annotations.notes
-        self._function = SegmentFunction(self._annotations, rows, _checked) if callable(rows) else None
+        self.names: tuple[str, ...] = ()  # of tags and annotations
+        #: None: neither a function nor an expression is asked.
+        self.function: RowFunction[Mask] | None = None
+        schema = store.settings.schema
+        if isinstance(rows, str) and rows not in NO_TAGS:
+            self._notes.require_known_tag(rows, expect)
+            self.names = (rows,)
+        elif is_expression(rows):
+            names = self._annotations.names(expect)
+            used, kind = require_expression(rows, "rows", schema, names)
+            if not pa.types.is_boolean(kind):
+                raise ValueError(
+                    f"rows={shortened(str(rows), 80)} gives {kind}, not a bool for each row: compare it, "
+                    "such as pyarrow.compute.field('label') != 3"
+                )
+            self.names = tuple(name for name in names if name in used)
+            function = table_function(rows, schema)
+            self.function = StoredFunction(self._annotations, schema, used, function, _without_nulls)
+        elif callable(rows):
+            self.function = PythonFunction(self._annotations, rows, _checked, expect)
 
     def of(self, snapshot: Snapshot) -> Bitmaps:
         """Return the selection of a snapshot, all of whose segments are mapped.
 
-        Blocks: while the columns that a function asks for are read, of new segments.
+        Blocks: while the columns that a function asks for are read.
         Raises: TypeError, ValueError: a function's result is no mask. Whatever it raises. CacheFormatError:
             damaged notes.
         """
@@ -68,8 +100,8 @@ class Selection:
         """The mask of a snapshot's rows, whatever is excluded. None: all."""
         if not self.chooses:
             return None
-        if self._function is not None:
-            return np.concatenate(self._function.of(snapshot))
+        if self.function is not None:
+            return np.concatenate(self.function.of(snapshot))
         if isinstance(self._rows, str):
             return self._notes.tagged(rows, self._rows)
         mask = np.zeros(len(snapshot), np.bool_)
@@ -82,7 +114,7 @@ def require_rows(rows: object) -> object:
 
     Raises: TypeError, ValueError: it says no rows.
     """
-    if callable(rows) or (isinstance(rows, str) and rows in NO_TAGS):
+    if callable(rows) or is_expression(rows) or (isinstance(rows, str) and rows in NO_TAGS):
         return rows
     if isinstance(rows, str) and not is_row_id(rows):
         return require_tag(rows)
@@ -90,15 +122,45 @@ def require_rows(rows: object) -> object:
         return row_ids(rows)
     except TypeError as error:
         raise TypeError(
-            f"rows must be 'included', 'all', a tag, row ids, or a function of a segment's columns: {error}"
+            "rows must be 'included', 'all', a tag, row ids, a function of a segment's columns, or an "
+            f"expression such as pyarrow.compute.field('label') != 3: {error}"
         ) from None
 
 
+def require_expected(expect: object, rows: object, weights: object) -> tuple[str, ...]:
+    """Return the argument `expect` of a loader.
+
+    Raises: TypeError, ValueError: no names, or nothing asks for one.
+    """
+    names = (expect,) if isinstance(expect, str) else tuple(expect) if isinstance(expect, Sequence) else None
+    if names is None:
+        raise TypeError(f"expect must be names of tags and annotations that are to come, not {expect!r}")
+    for name in names:
+        require_text(name, "a name of expect")
+    if names and weights is None and not (callable(rows) or is_expression(rows) or _is_tag(rows)):
+        raise ValueError(
+            f"expect={expect!r} names tags and annotations that are to come, and neither rows= nor weights= "
+            "asks for any: leave it out"
+        )
+    return names
+
+
+def _is_tag(rows: object) -> bool:
+    return isinstance(rows, str) and rows not in NO_TAGS
+
+
 def rows_term(rows: object) -> str:
-    """Return a text of the argument `rows` that ranks compare. Functions are not told apart."""
+    """Return a text of the argument `rows` or `weights` that ranks compare. Functions are not told apart."""
     if isinstance(rows, str):
         return rows
+    if is_expression(rows):
+        return f"{shortened(str(rows), 80)} ({xxhash.xxh3_64_hexdigest(pickle.dumps(rows))})"
     return xxhash.xxh3_64_hexdigest(rows.tobytes()) if isinstance(rows, np.ndarray) else "a function"
+
+
+def _without_nulls(found: pa.Array, segment: SegmentInfo) -> Mask:  # noqa: ARG001
+    mask: Mask = np.asarray(found.fill_null(False).to_numpy(zero_copy_only=False))
+    return mask
 
 
 def _checked(result: object, segment: SegmentInfo) -> Mask:

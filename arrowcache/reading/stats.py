@@ -35,11 +35,16 @@ _NO_STALL = 0.05  # a smaller share of the time is not worth a word
 _SHOW_SECONDS = 0.1
 _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
 
+_CHOICE_ADVICE = {
+    "rows": "a pyarrow.compute expression in place of a function in rows=, whose answer is remembered",
+    "weights": "a larger epoch_rows, since weights are frozen for each epoch",
+    "batch_tokens": "longer epochs, since batch_tokens reads the lengths of new rows as one begins",
+}
 _ADVICE = {
     "none": "no batch was delivered yet, or waited for",
     "consumer": "the training step is the limit: the loader waits for it",
     "start": "beginning is the limit: worker processes start once a loader, segments are listed and mapped "
-    "once an epoch: keep the loader for all epochs, and take them from loader.repeat()",
+    "once an epoch: keep the loader for all epochs",
     "pace": "the cache's pace holds training back: add sampler workers, or set another with cache.set_pace()",
     "samplers": "too few rows are published: add sampler workers, or lower wait_rows or batch_size",
 }
@@ -72,7 +77,9 @@ class LoaderStats(Shown):
     the rest of a resumed epoch. `held_up_seconds` is how long samplers waited for room that this loader
     leased: waits that lasted to the end of an epoch, or still last. `advice` mentions long ones.
     `unselected_rows` is how many rows of its segments the epoch that began last does not read, since they are
-    excluded, or not those of `rows`.
+    excluded, or not those of `rows`. `choosing_seconds` is the part of `start_seconds` in which the rows of
+    epochs were chosen: by `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by` names
+    those in use. `repeats` is True if batches come from `repeat()`.
     """
 
     epochs: int
@@ -100,6 +107,9 @@ class LoaderStats(Shown):
     left_out_rows: int = 0
     unselected_rows: int = 0
     held_up_seconds: float = 0.0
+    choosing_seconds: float = 0.0
+    chosen_by: tuple[str, ...] = ()
+    repeats: bool = False
 
     @property
     def advice(self) -> str:
@@ -122,11 +132,26 @@ class LoaderStats(Shown):
                 return "mapping and reading small views is the limit, nothing is copied: a larger batch_size"
             case "gather":
                 return "copying is the limit: fewer columns, or a faster memory"
+            case "start":
+                return self._of_the_start()
             case "transform":
                 more = f"more than {self.workers} workers" if self.workers else "workers=2"
                 what = "the transform, or the making of a dataset's items,"
                 return f"{what} is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]
+
+    def _of_the_start(self) -> str:
+        if self.chosen_by and self.choosing_seconds > self.start_seconds / 2:
+            ways = [_CHOICE_ADVICE[name] for name in self.chosen_by]
+            if self.epochs > 1 and not self.repeats:
+                ways.append("taking epochs from loader.repeat()")
+            return (
+                f"choosing the rows of epochs by {' and '.join(self.chosen_by)} is the limit, "
+                f"{format_seconds(self.choosing_seconds)} of it: {', or '.join(ways)}"
+            )
+        if self.repeats:
+            return f"{_ADVICE['start']}, and have longer epochs, such as by epoch_rows"
+        return f"{_ADVICE['start']}, and take them from loader.repeat()"
 
     def _of_the_disk(self) -> str:
         if self.shuffle in ("window", None):
@@ -188,10 +213,13 @@ class LoaderStats(Shown):
 
 
 class Meter:
-    """Counters of one loader; any thread adds. `workers` and `shuffle` are shown in the stats."""
+    """Counters of one loader; any thread adds. The stats show the arguments as they are."""
 
-    def __init__(self, workers: int = 0, shuffle: str | None = "rows") -> None:
-        self._workers, self._shuffle = workers, shuffle
+    def __init__(
+        self, workers: int = 0, shuffle: str | None = "rows", chosen_by: tuple[str, ...] = ()
+    ) -> None:
+        self._workers, self._shuffle, self.chosen_by = workers, shuffle, chosen_by
+        self.choosing_seconds, self.repeats = 0.0, False
         self._lock = threading.RLock()  # a signal handler may ask, or close, while its thread is counting
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
@@ -254,6 +282,16 @@ class Meter:
             yield
         finally:
             self.leave({name: time.perf_counter() - started})
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Count the time inside, within "start", as that of choosing an epoch's rows."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.choosing_seconds += time.perf_counter() - started
 
     def enter(self, name: str) -> float:
         """Begin a stage of this thread. Returns its start."""
@@ -379,6 +417,9 @@ class Meter:
                 left_out_rows=self.left_out_rows,
                 unselected_rows=self.unselected_rows,
                 held_up_seconds=self.held_up_seconds,
+                choosing_seconds=self.choosing_seconds,
+                chosen_by=self.chosen_by,
+                repeats=self.repeats,
             )
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _MOST_AHEAD = 8  # epochs, where they are short
 _MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
+_AHEAD_STEPS = 64  # before the end of an epoch, at most half of it: functions choose the rows of the next one
 _GRACE_SECONDS = 0.25  # extra time for a portion whose own wait gives a better error
 _LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
 
@@ -74,6 +75,8 @@ class BatchStream:
         # Slices of the preparation of the next epoch, and the number allowed before the last portions.
         self._slices: Iterator[None] = iter(())
         self._looks: Iterator[None] = iter(())
+        self._ahead_steps = 0  # before the end of the newest epoch: from there on a slice is done each step
+        meter.repeats = endless
         self.begun: deque[Portion] = deque()
         self.under_way = 0  # batches in the portions begun
         self.ready: deque[ReadyBatch] = deque()
@@ -252,22 +255,36 @@ class BatchStream:
             if begun.is_in_parts:
                 begun.go_on()
         wanted = self._assembly.wanted()
+        if self._left + self.under_way + len(self.ready) <= self._ahead_steps:
+            self._look_ahead(self._slices)
         while not self.exhausted and self.under_way + len(self.ready) < wanted:
             try:
-                portion = next(self._portions, None)
+                portion = self._next_portion()
                 if portion is not None:
                     self.begun.append(portion)
                     self.under_way += portion.batches
                     self._left -= portion.batches
                     if self._left <= 2 * portion.batches:
-                        with suppress(OSError):  # the next epoch raises it as it begins
-                            next(self._looks, None)
+                        self._look_ahead(self._looks)
                 elif not self._begin_next_epoch():
                     return
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
                 self._fail(error)
+
+    def _next_portion(self) -> Portion | None:
+        """Begin the next portion: draw its rows, and of sequences find their documents."""
+        started = self._meter.enter("gather")
+        try:
+            return next(self._portions, None)
+        finally:
+            self._meter.leave({"gather": time.perf_counter() - started})
+
+    def _look_ahead(self, slices: Iterator[None]) -> None:
+        """Do a part of what the next epoch needs."""
+        with suppress(Exception), self._meter.stage("start"):  # the next epoch raises it as it begins
+            next(slices, None)
 
     def _take_oldest(self, seconds: float) -> bool:
         """Wait for the batches of the oldest portion. Returns: False: they were not ready in time."""
@@ -315,10 +332,12 @@ class BatchStream:
 
     def _make(self, epoch: Epoch, *, awaited: bool) -> None:
         self._portions, self._left = self._assembly.portions(epoch, awaited=awaited), epoch.order.steps
-        if self._endless and _is_large(epoch):
-            supply = self._epochs.supply
+        supply = self._epochs.supply
+        chooses = bool(self._meter.chosen_by) and supply.has_functions
+        if self._endless and (_is_large(epoch) or chooses):
+            self._ahead_steps = min(_AHEAD_STEPS, epoch.order.steps // 2) if chooses else 0
             self._looks = supply.store.look_ahead()
-            self._slices = itertools.chain(self._looks, supply.take_ahead())
+            self._slices = itertools.chain(self._looks, supply.take_ahead(max(1, self._ahead_steps // 2)))
 
     def _begin_next_epoch(self) -> bool:
         """Begin the epoch after the newest one. Returns: False: there is none, or it is too early."""
@@ -330,7 +349,11 @@ class BatchStream:
         is_busy = bool(self.begun or self.ready)
         if is_busy and sum(not each.is_delivered for each in self._undelivered) > _MOST_AHEAD:
             return False  # an epoch begun later sees more rows
-        for _ in self._slices:
+        while True:
+            with self._meter.stage("start"):
+                is_done = next(self._slices, self) is self
+            if is_done:
+                break
             if is_busy:
                 return False  # one slice a step
         following = None

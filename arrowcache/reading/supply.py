@@ -11,6 +11,7 @@ several loaders ask at once. A loader that is not paced neither waits nor counts
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,10 @@ from arrowcache.errors import ArrowCacheError, log, warn
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.plan import Plan
+from arrowcache.reading.row_functions import PythonFunction
 from arrowcache.reading.selection import Selection
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.reading.stats import Meter
 from arrowcache.reading.weighing import Weighing
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.store import Store
@@ -37,10 +40,15 @@ _GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
 class Supply:
     """The rows that one loader finds in its cache, and those it leaves to writers."""
 
-    def __init__(self, store: Store, options: LoaderOptions) -> None:
-        self.store, self._where = store, options.where
-        self._selection = Selection(store, options.rows)
-        self._weighing = None if options.weights is None else Weighing(store, options.weights)
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+        self.store, self._where, self._meter = store, options.where, meter
+        expect = [*options.expect, *options.known]
+        self._selection = Selection(store, options.rows, expect)
+        self._weighing = None if options.weights is None else Weighing(store, options.weights, expect)
+        functions = [self._selection.function, None if self._weighing is None else self._weighing.function]
+        self._functions = [function for function in functions if function is not None]
+        #: True if a Python function is asked in each epoch: one rank of the node does.
+        self.asks = any(isinstance(function, PythonFunction) for function in self._functions)
         given = {"`where`": options.where is not None, "`rows`": self._selection.chooses}
         self._choose = [name for name, is_given in given.items() if is_given]
         self._has_excluded = False  # the last snapshot
@@ -54,6 +62,7 @@ class Supply:
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # rows of the listed segments that an epoch may have
         self.pace_says = ""  # why the pace allows no epoch now, or ""
+        self.is_asked_elsewhere = False  # another rank asks the functions for this epoch now
         self._ahead: Snapshot | None = None  # for the next `take`
 
     @property
@@ -73,10 +82,25 @@ class Supply:
     def _chosen_by(self, verb: str) -> str:
         return f"{' and '.join(self._choose)} {verb}{'s' * (len(self._choose) == 1)}"
 
-    def take_ahead(self) -> Iterator[None]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tags and annotations that `rows` names."""
+        return self._selection.names
+
+    @property
+    def has_functions(self) -> bool:
+        """True if functions or expressions look at all rows as an epoch begins."""
+        return bool(self._functions)
+
+    def take_ahead(self, slices: int) -> Iterator[None]:
         """Take a snapshot for the next `take`, one slice of the work a `next`.
 
+        Functions are asked, too. With ranks they are not, since only the first rank to begin asks them; nor
+        are expressions of annotations, which may change until then.
         Nothing stays leased if the generator is closed before it ends, nor after `drop`.
+
+        Args:
+            slices: about so many for the segments that a function is asked of.
         """
         self.drop()
         self._reserve()
@@ -89,13 +113,25 @@ class Supply:
             undo.callback(snapshot.close)
             yield
             snapshot.map_all()
+            for function in self._functions:
+                is_python = isinstance(function, PythonFunction)
+                if self.has_ranks if is_python else function.reads_notes:
+                    continue
+                at_once = -(-len(snapshot.segments) // slices) if is_python else 1
+                steps, is_over = function.ahead(snapshot), False
+                while not is_over:
+                    with self._meter.choosing():
+                        is_over = not [*itertools.islice(steps, at_once)]
+                    yield
             self._ahead = snapshot
             undo.pop_all()
         yield
 
     def drop(self) -> None:
-        """Release the snapshot that was taken ahead. Idempotent."""
+        """Release the snapshot that was taken ahead, and what functions said of it. Idempotent."""
         ahead, self._ahead = self._ahead, None
+        for function in self._functions:
+            function.forget()
         if ahead is not None:
             ahead.close()
 
@@ -112,6 +148,7 @@ class Supply:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return self._counted(ahead, least_rows, count)
+        self.drop()
         where = self._fresh()
         if self.rows < least_rows:  # by the last count: a loader that waits never takes cache.lock
             self.listed = self.store.segments()
@@ -158,18 +195,21 @@ class Supply:
 
     def _select(self, snapshot: Snapshot) -> int:
         """Decide which rows of a snapshot an epoch reads. Returns: their number."""
-        snapshot.bitmaps = self._selection.of(snapshot)
+        with self._meter.choosing():
+            snapshot.bitmaps = self._selection.of(snapshot)
         self._has_excluded = bool(snapshot.bitmaps)
         return snapshot.selected.size
 
     def _reserve(self) -> None:
         """Have room made for what weights need, unless too few rows would be left for an epoch."""
         if self._weighing is not None and self._least_rows <= self.rows * _LEFT_SHARE:
-            self._weighing.reserve(self.rows, self._where, of_ranks=self.has_ranks)
+            with self._meter.choosing():
+                self._weighing.reserve(self.rows, self._where, of_ranks=self.has_ranks)
 
     def _weigh(self, snapshot: Snapshot) -> None:
         if self._weighing is not None:
-            snapshot.weights = self._weighing.of(snapshot)
+            with self._meter.choosing():
+                snapshot.weights = self._weighing.of(snapshot)
 
     def warn(self, snapshot: Snapshot) -> None:
         """Warn of rows that an epoch of this snapshot leaves out, the first time."""

@@ -6,16 +6,25 @@ Of annotations a row without one weighs as much as the heaviest other: what is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema, Tensor
-from arrowcache.errors import CacheFullError
-from arrowcache.reading.segment_function import SegmentFunction
+from arrowcache.errors import CacheFullError, warn
+from arrowcache.reading.row_functions import (
+    PythonFunction,
+    RowFunction,
+    StoredFunction,
+    is_expression,
+    require_expression,
+    table_function,
+)
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.weights import Weights
 from arrowcache.reading.weights_file import missing_bytes
@@ -25,30 +34,72 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.row_ids import RowId
 from arrowcache.storage.row_values import RowValues
 from arrowcache.storage.store import Store
-from arrowcache.units import require_text
+from arrowcache.units import did_you_mean, require_text, shortened
 
 
 class Weighing:
     """The weights that one loader gives to rows.
 
     Args:
-        weights: as of `Loader`, not None.
+        weights, expect: as of `Loader`; weights are not None.
+    Raises: ValueError: a name that is neither a column nor an annotation of any row, while rows have other
+        annotations; or an expression that does not fit.
+    Warns: RuntimeWarning: a name that is no column, and no row has an annotation yet.
     """
 
-    def __init__(self, store: Store, weights: str | Callable[[Mapping[str, Any]], object]) -> None:
+    def __init__(self, store: Store, weights: Any, expect: Sequence[str] = ()) -> None:
         self._store, self._annotations = store, Annotations.of(store)
         self._reads_notes: bool | None = None  # of a function that was not called yet
         self._values: RowValues | None = None
-        if callable(weights):
-            self._function = SegmentFunction(self._annotations, weights, _floats)
-        elif weights in store.settings.schema:
-            self._function = SegmentFunction(self._annotations, lambda columns: columns[weights], _floats)
-            self._reads_notes = False
+        self._unknown = ""  # the name, while no row has an annotation of it, nor is one expected
+        self.function: RowFunction[NDArray[np.float64]] | None = None
+        schema = store.settings.schema
+        if is_expression(weights):
+            used, kind = require_expression(weights, "weights", schema, self._annotations.names(expect))
+            if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+                raise ValueError(
+                    f"weights={shortened(str(weights), 80)} gives {kind}, not a number for each row: cast "
+                    "it, such as (pyarrow.compute.field('label') == 3).cast('float32')"
+                )
+            function = table_function(weights, schema)
+            self.function = StoredFunction(self._annotations, schema, used, function, _nulls_as_nan)
+        elif callable(weights):
+            self.function = PythonFunction(self._annotations, weights, _floats, expect)
+        elif weights in schema:
+            self.function = StoredFunction(self._annotations, schema, [weights], itemgetter(weights), _floats)
         else:
             self._values = RowValues(self._annotations.notes, weights)
             self._reads_notes = True
+            self._unknown = "" if weights in expect else weights
+            if not self._is_known():
+                warn(
+                    f"no row has an annotation yet, so weights={weights!r} draws all rows alike until "
+                    f"cache.annotate(ids, {weights}=...): pass expect={weights!r} if they are to come"
+                )
+        if self.function is not None:
+            self._reads_notes = self.function.reads_notes
+        #: Missing values weigh as much as the heaviest; those of a function or column are an error.
+        self._may_lack = self._values is not None or is_expression(weights)
         if store.settings.dataset is not None:  # whose items have no notes
             self._reads_notes = False
+
+    def _is_known(self) -> bool:
+        """True if some row has or had an annotation of this name, or one is expected.
+
+        Raises: ValueError: rows have others alone. Annotations that leave later do not matter.
+        """
+        if self._unknown:
+            names, name = self._annotations.names(), self._unknown
+            if names and name not in names:
+                columns = self._store.settings.schema
+                raise ValueError(
+                    f"weights={name!r} is neither an annotation of any row nor a column: "
+                    f"{did_you_mean(name, [*names, *columns])}there are the annotations {', '.join(names)}, "
+                    f"and the columns {', '.join(columns)}; pass expect={name!r} if rows are to get it"
+                )
+            if names:
+                self._unknown = ""
+        return not self._unknown
 
     def reserve(self, rows: int, where: Callable[[SegmentInfo], bool] | None, *, of_ranks: bool) -> None:
         """Have room for a file of weights of so many rows; if they are of annotations, also for these.
@@ -57,13 +108,14 @@ class Weighing:
         Blocks: for cache.lock, and while annotations are written.
         Raises: at first, what a function raises of one of the segments that pass `where`.
         """
-        if self._reads_notes is None:
+        if self._reads_notes is None and self.function is not None:
             first = next((each for each in self._store.segments() if where is None or where(each)), None)
             if first is not None:
                 with Snapshot.take(self._store, lambda segment: segment.seq == first.seq) as snapshot:
                     snapshot.map_all()
-                    self._function.of(snapshot)
-                    self._reads_notes = self._function.changes
+                    for _ in self.function.ahead(snapshot):  # `of` is asked for all of them next
+                        pass
+                    self._reads_notes = self.function.reads_notes
         if self._reads_notes:
             self._annotations.flush_or_warn()
         with self._store.locked(), suppress(CacheFullError):
@@ -81,14 +133,16 @@ class Weighing:
         """
         found: NDArray[np.floating[Any]]
         if self._values is None:
-            found = np.concatenate(self._function.of(snapshot))
+            assert self.function is not None
+            found = np.concatenate(self.function.of(snapshot))
         else:
+            self._is_known()
             self._annotations.flush_or_warn()
             found = self._values.of(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
         selected = snapshot.selected
         found = found.copy() if selected.are_all else found[selected.ids(np.arange(selected.size))]
         weights = Weights(_scaled(found))
-        if self._values is not None and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
+        if self._may_lack and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
             heaviest = np.fmax.reduce(found, initial=0)
             found[np.isnan(found)] = heaviest if 0 < heaviest < np.inf else 1
             weights = Weights(_scaled(found))
@@ -115,11 +169,12 @@ def _scaled(found: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
 
 def require_weights(weights: object, schema: Schema) -> object:
     """Return the argument `weights` of a loader. Raises: TypeError, ValueError: it says no weights."""
-    if weights is None or callable(weights):
+    if weights is None or callable(weights) or is_expression(weights):
         return weights
     if not isinstance(weights, str):
         raise TypeError(
-            f"weights must be None, the name of an annotation or column, or a function, not {weights!r}"
+            "weights must be None, the name of an annotation or column, a function, or an expression, not "
+            f"{weights!r}"
         )
     if not require_text(weights, "the name of weights"):
         raise ValueError("weights='' names nothing: give the name of an annotation or column, or a function")
@@ -141,3 +196,12 @@ def _floats(result: object, segment: SegmentInfo) -> NDArray[np.float64]:
             f"{segment.rows} rows of segment {segment.seq}: return a number for each row"
         )
     return found.astype(np.float64)
+
+
+def _nulls_as_nan(found: pa.Array, segment: SegmentInfo) -> NDArray[np.float64]:
+    """Weights of an expression, NaN where one is null."""
+    values: NDArray[np.float64] = found.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    if len(bad := np.flatnonzero(np.isnan(values) & found.is_valid().to_numpy(zero_copy_only=False))):
+        row = RowId(segment.seq, int(bad[0]))
+        raise ValueError(f"row {row} has the weight nan: a weight is a finite number, at least 0")
+    return values

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -130,6 +130,12 @@ class Annotations:
             self.close()
         except (ArrowCacheError, OSError) as error:
             warn(f"annotations of {format_count(self._rows, 'row')} wait: {sentence_of(error)}")
+
+    def names(self, expected: Iterable[str] = ()) -> list[str]:
+        """The names of all annotations, those that wait and those expected included, in order."""
+        with self._adding:
+            waiting = {name for _, values in self._waiting for name in values}
+        return sorted({*self.notes.names(), *waiting, *expected})
 
     def _run(self) -> None:
         try:

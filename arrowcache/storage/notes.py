@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -40,7 +40,7 @@ from arrowcache.storage.note_lines import (
 )
 from arrowcache.storage.row_ids import found, is_row_id
 from arrowcache.storage.store import Store
-from arrowcache.units import format_bytes, require_text
+from arrowcache.units import did_you_mean, format_bytes, require_text
 
 MARKS, VALUES = "marks", "values"
 NO_TAGS = ("included", "all")  # what else may be said of rows
@@ -292,6 +292,16 @@ class Notes:
     def names(self) -> list[str]:
         """The names of all values, in order."""
         return sorted({text for notes in self.parts(VALUES).values() for text in notes.texts_of(VALUE)})
+
+    def require_known_tag(self, tag: str, expected: Collection[str] = ()) -> None:
+        """Check that some row has or had a tag, or that it is to come. Raises: ValueError: neither."""
+        if tag in expected or tag in (tags := self.tags()):
+            return
+        there = f"there are {', '.join(map(repr, tags))}" if tags else "there is none yet"
+        raise ValueError(
+            f"no row has the tag {tag!r}: {did_you_mean(tag, tags)}{there}; cache.tag(ids, {tag!r}) gives it "
+            f"to rows, and a Loader takes one that is only to come by expect={tag!r}"
+        )
 
     def _marked(self, rows: Rows, off: int, on: int, text: str | None = None) -> NDArray[np.bool_]:
         marked = np.zeros(rows.size, np.bool_)

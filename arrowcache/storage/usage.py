@@ -7,19 +7,20 @@ disk gets the counts of evicted segments back, a page at a time.
 
 Two bytes far behind the counts are signs, share-locked until who shows one ends or dies: one by each loader
 that waits, so that samplers know; one by each writer that is open and each pool with tasks left, so that
-loaders know.
+loaders know. Of those behind them each is of one epoch, and locked by the rank that chooses its rows.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import USAGE_COUNTS, USAGE_SEQS, SegmentInfo, UsageRecord
@@ -28,6 +29,7 @@ from arrowcache.storage.locks import LockFile
 _COUNT = np.dtype("<u4")
 _MOST_COUNT = 2**32 - 1
 _LOADER_WAITS, _SOMEBODY_WRITES = 2**62, 2**62 + 1  # the bytes that are signs
+_EPOCHS = 2**62 + 2  # the bytes from here on are of epochs
 _PAGE_COUNTS = 4096 // _COUNT.itemsize
 
 
@@ -128,6 +130,20 @@ class Usage:
             return self._is_shown(_SOMEBODY_WRITES)
         except OSError:
             return True
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[bool]:
+        """Be the only one meanwhile who chooses the rows of the epoch of this name, in any process.
+
+        Yields: False: another is at it. True also where it cannot be told.
+        """
+        with ExitStack() as held:
+            is_alone = True
+            with suppress(OSError):
+                file = held.enter_context(LockFile(self._folder.usage))
+                place = _EPOCHS + (xxh3_64_intdigest(name.encode()) >> 3)
+                is_alone = file.try_range(place, 1, exclusive=True)
+            yield is_alone
 
     def _show(self, sign: int) -> ExitStack:
         shown = ExitStack()

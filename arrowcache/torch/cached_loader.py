@@ -61,6 +61,7 @@ _INSTEAD = {
     "window_bytes": "items are shuffled as a whole",
     "paced": "a dataset's cache has no pace",
     "rows": "take a Subset of the dataset before cached()",
+    "expect": "items have no tags and annotations",
     "weights": "an epoch is each item once; for other shares give DataLoader(train, sampler=...)",
     "batch_tokens": "give DataLoader(train, batch_sampler=...)",
     "length_of": "give DataLoader(train, batch_sampler=...)",

@@ -18,6 +18,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,7 @@ from arrowcache.reading.order import ResumedSteps, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.weights_file import plan_of, state_of
+from arrowcache.reading.supply import Supply
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import membership_now
@@ -150,6 +152,8 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
+        known = Supply(self._store, self._options, Meter()).names  # its workers find other ones, perhaps
+        self._options = replace(self._options, settings=self._store.settings, known=known)
         self._rank = membership_now(self._options, begins=False)  # this process' rank
         self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)

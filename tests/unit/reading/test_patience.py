@@ -355,10 +355,10 @@ def test_a_where_that_refuses_every_row_of_a_finite_cache_is_told_at_once(cache,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["a writer", "a sampler", "nothing there", "wait_rows", "a pace"])
+@pytest.mark.parametrize("why", ["a writer", "a sampler", "nothing there yet", "wait_rows", "a pace"])
 def test_a_cache_that_may_get_more_rows_is_waited_for(cache, progress, why):
-    options = {"wait_rows": 64} if why == "wait_rows" else {}
-    if why != "nothing there":
+    options = {"wait_rows": 64} if why in ("wait_rows", "nothing there yet") else {}
+    if why != "nothing there yet":
         publish(cache, 1)
     if why == "a sampler":
         progress.begin(0, 16)

@@ -89,7 +89,7 @@ def test_a_column_an_annotation_and_a_function_weigh(cache):
 
 
 def test_a_row_without_an_annotation_weighs_as_much_as_the_heaviest(cache):
-    assert drawn(cache, weights="loss").min() > 40, "none has one: all weigh alike"
+    assert drawn(cache, weights="loss", expect="loss").min() > 40, "none has one: all weigh alike"
     cache.annotate([(seq, row) for seq in range(9) for row in range(16)], loss=np.r_[np.zeros(143), 4.0])
     counts = drawn(cache, weights="loss")
     assert counts[:143].sum() == 0
@@ -97,7 +97,7 @@ def test_a_row_without_an_annotation_weighs_as_much_as_the_heaviest(cache):
 
 
 def test_new_weights_hold_from_the_next_epoch_on(cache):
-    with Loader(cache, 20, weights="loss", epoch_rows=400) as loader:
+    with Loader(cache, 20, weights="loss", expect="loss", epoch_rows=400) as loader:
         epoch = iter(loader)
         first = ids_of([next(epoch)])
         cache.annotate([(seq, row) for seq in range(10) for row in range(16)], loss=np.eye(160)[7])
@@ -255,7 +255,8 @@ def test_priorities_take_hold_on_a_full_cache_that_nobody_writes_to(tmp_path, we
         with cache.writer() as writer:
             writer.extend(x=np.zeros((1200, 12), np.float32))
     before, annotations = cache.stats().rows, Annotations.of(cache.store)
-    with Loader(cache, 4096, weights=weights, epoch_rows=25 * 4096, with_ids=True) as loader:
+    options = {"epoch_rows": 25 * 4096, "with_ids": True}
+    with Loader(cache, 4096, weights=weights, expect="loss", **options) as loader:
         batches = loader.repeat() if endless else (batch for _ in range(5) for batch in loader)
         for step, batch in enumerate(batches):
             if step == 100:
@@ -444,7 +445,7 @@ def two_ranks(monkeypatch, cache, **options):
 
 
 def test_a_rank_that_is_five_epochs_behind_has_the_weights_of_its_epoch(cache, monkeypatch):
-    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss")
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", expect="loss")
     ids = [(seq, row) for seq in range(10) for row in range(16)]
     for row in range(6):
         cache.annotate(ids, loss=np.eye(160)[row])
@@ -464,7 +465,7 @@ def test_states_push_out_no_weights_of_ranks(tmp_path, monkeypatch):
     cache = ac.Cache.create(tmp_path / "small", {"id": ac.Tensor("int64")}, "1MiB", "64KiB")
     with cache.writer() as writer:
         writer.extend(id=np.arange(20_000))
-    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", epoch_rows=320)
+    first, second = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", expect="loss", epoch_rows=320)
     ids = [(seq, row) for seq in range(3) for row in range(100)]
     cache.annotate(ids, loss=1)
     one, other = first.repeat(), second.repeat()
@@ -479,7 +480,7 @@ def test_states_push_out_no_weights_of_ranks(tmp_path, monkeypatch):
 
 
 def test_ranks_push_out_no_weights_of_a_state(cache, monkeypatch):
-    ranks = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", epoch_rows=160)
+    ranks = two_ranks(monkeypatch, cache, batch_size=8, weights="loss", expect="loss", epoch_rows=160)
     batches = [rank.repeat() for rank in ranks]
     for step in range(100):
         for each in batches:
@@ -489,7 +490,7 @@ def test_ranks_push_out_no_weights_of_a_state(cache, monkeypatch):
         cache.annotate([(0, row) for row in range(8)], loss=float(step))
     for rank in ranks:
         rank.close()
-    with Loader(cache, 16, weights="loss", epoch_rows=160) as loader:
+    with Loader(cache, 16, weights="loss", expect="loss", epoch_rows=160) as loader:
         loader.load_state_dict(state)
         assert len(ids_of(loader)) == 64
 

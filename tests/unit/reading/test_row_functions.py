@@ -1,0 +1,534 @@
+"""Functions and expressions of `rows=` and `weights=`: when they are asked, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from helpers import ids_of, make_cache, publish
+from processes import DEADLINE_SECONDS
+
+import arrowcache as ac
+from arrowcache import Loader
+from arrowcache.reading import row_functions
+
+IDS = list(range(160))
+field = pc.field
+KINDS = ac.Schema(
+    {
+        "id": ac.Tensor("int64"),
+        "flag": ac.Tensor("bool"),
+        "small": ac.Tensor("float16"),
+        "brain": ac.Tensor("bfloat16"),
+        "wave": ac.Tensor("complex64"),
+        "name": ac.String(),
+        "raw": ac.Binary(),
+        "at": ac.Timestamp(),
+        "image": ac.Tensor("float32", (2,)),
+        "tokens": ac.Ragged("int32"),
+    }
+)
+
+
+@pytest.fixture
+def kinds(tmp_path):
+    cache = make_cache(tmp_path / "kinds", KINDS)
+    with cache.writer() as writer:
+        for number in range(20):
+            writer.append(
+                id=number,
+                flag=number % 2 == 0,
+                small=np.float16(number / 4),
+                brain=np.array(number, np.float32).view(np.uint32).__rshift__(16).astype(np.uint16),
+                wave=number * 1j,
+                name=f"n{number}",
+                raw=bytes([number]),
+                at=np.datetime64("2026-01-01") + number,
+                image=np.zeros(2, np.float32),
+                tokens=np.arange(number, dtype=np.int32),
+            )
+    return cache
+
+
+def epoch(cache, rows, **options):
+    with Loader(cache, 4, rows=rows, columns=["id"], drop_last=False, timeout=5, **options) as loader:
+        return sorted(ids_of(loader))
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """The rows of each evaluation of an expression."""
+    rows, evaluated = [], row_functions._evaluated
+
+    def counted(expression, table):
+        if hasattr(table, "num_rows"):
+            rows.append(table.num_rows)
+        return evaluated(expression, table)
+
+    monkeypatch.setattr(row_functions, "_evaluated", counted)
+    return rows
+
+
+# functions
+
+
+@pytest.mark.parametrize("argument", ["rows", "weights"])
+def test_a_function_of_what_changes_is_asked_in_each_epoch(cache, argument):
+    oldest = 0
+
+    def function(columns):
+        return columns["id"] >= oldest
+
+    seen = []
+    with Loader(cache, 16, **{argument: function}) as loader:
+        for oldest in (0, 100, 50, 140):  # the function reads it
+            seen += [min(ids_of(loader)) >= oldest]
+    assert seen == [True] * 4
+
+
+@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("argument", ["rows", "weights"])
+def test_each_segment_is_asked_once_an_epoch(cache, argument, endless):
+    asked: list[int] = []
+
+    def function(columns):
+        asked.append(int(columns["_seq"][0]))
+        return columns["id"] >= 0
+
+    with Loader(cache, 16, **{argument: function}) as loader:
+        batches = loader.repeat() if endless else (batch for _ in range(3) for batch in loader)
+        for _, _ in zip(range(30), batches, strict=False):
+            pass
+    assert len(asked) % 10 == 0 or endless
+    assert asked[:30] == [*range(10)] * 3
+
+
+def test_what_a_function_writes_into_its_columns_is_not_there_in_the_next_epoch(cache):
+    def rows(columns):
+        found = columns["id"] % 2 == 0
+        columns["id"][:] = 1
+        columns["image"][:] = np.nan
+        return found
+
+    with Loader(cache, 16, rows=rows) as loader:
+        assert [sorted(ids_of(loader)) for _ in range(3)] == [IDS[::2]] * 3
+
+
+@pytest.mark.parametrize("name", ["id", "name", "raw", "tokens"])
+def test_columns_that_a_function_read_are_remembered_within_bounds(kinds, monkeypatch, name):
+    read = []
+    gather = row_functions.Snapshot.gather
+    monkeypatch.setattr(row_functions.Snapshot, "gather", lambda *args: read.append(1) or gather(*args))
+
+    def rows(columns):
+        assert columns[name] is not None
+        return columns["id"] >= 0
+
+    segments = len(kinds.store.segments())
+    with Loader(kinds, 4, rows=rows, columns=["id"]) as loader:
+        for _ in range(3):
+            assert len(ids_of(loader)) == 20
+    assert len(read) == segments * len({name, "id"})
+    read.clear()
+    monkeypatch.setattr(row_functions, "memory_bytes", lambda: 0)
+    with Loader(kinds, 4, rows=rows, columns=["id"]) as loader:
+        for _ in range(3):
+            assert len(ids_of(loader)) == 20
+    assert len(read) == 3 * segments * len({name, "id"})
+
+
+def test_columns_of_segments_that_left_make_room_for_others(monkeypatch):
+    monkeypatch.setattr(row_functions, "memory_bytes", lambda: 16 * 100)
+    read = row_functions._ReadColumns()
+    assert read.put(0, "a", np.zeros(10))
+    assert not read.put(1, "a", np.zeros(10))
+    read.keep([1])
+    assert read.get(0, "a") is None
+    assert read.put(1, "a", np.zeros(10))
+
+
+def test_tags_and_exclusions_are_looked_up_in_each_epoch(cache):
+    cache.tag([(0, 0), (0, 1)], "hard")
+    with Loader(cache, 1, rows="hard") as loader:
+        assert sorted(ids_of(loader)) == [0, 1]
+        cache.tag((1, 0), "hard")
+        cache.exclude((0, 1))
+        assert sorted(ids_of(loader)) == [0, 16]
+        cache.untag((0, 0), "hard")
+        assert ids_of(loader) == [16]
+
+
+def test_a_resumed_epoch_has_its_saved_rows_whatever_the_function_says_now(cache):
+    least = 32
+
+    def rows(columns):
+        return columns["id"] >= least
+
+    with Loader(cache, 16, rows=rows) as loader:
+        first = ids_of([next(iter(loader))])
+        state = loader.state_dict()
+    least = 150
+    with Loader(cache, 16, rows=rows) as loader:
+        loader.load_state_dict(state)
+        assert sorted(first + ids_of(loader)) == IDS[32:]
+        least = 144
+        assert sorted(ids_of(loader)) == IDS[144:]
+
+
+def test_repeat_asks_a_function_before_the_seam_a_part_at_each_step(tmp_path):
+    cache = make_cache(tmp_path / "long")
+    publish(cache, 40)
+    asked: list[int] = []
+    with Loader(cache, 4, rows=lambda columns: asked.append(1) or columns["id"] >= 0, prefetch=1) as loader:
+        batches = loader.repeat()
+        a_step = []
+        for _ in range(160 + 4):
+            before = len(asked)
+            next(batches)
+            a_step.append(len(asked) - before)
+    assert sum(a_step) == 40
+    assert max(a_step) <= 6, a_step
+    assert a_step[-1] == a_step[-2] == 0, "the rest is for the epoch after it"
+
+
+def test_a_function_that_fails_ahead_fails_at_the_seam(cache):
+    is_sound = True
+
+    def rows(columns):
+        if not is_sound:
+            raise LookupError("gone")
+        return columns["id"] >= 0
+
+    found = []
+    with Loader(cache, 4, rows=rows) as loader:
+        batches = loader.repeat()
+        found += ids_of([next(batches)])
+        is_sound = False
+        with pytest.raises(LookupError, match="gone"):
+            found.extend(int(number) for batch in batches for number in batch["id"])
+    assert sorted(found) == IDS
+    assert cache.stats().leased_bytes == 0
+
+
+def test_one_rank_of_a_node_asks_while_the_others_wait(cache):
+    """However long it takes: longer than their timeout."""
+    asked: list[int] = []
+    is_asked, go_on = threading.Event(), threading.Event()
+
+    def rows(columns):
+        asked.append(1)
+        is_asked.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        return columns["id"] % 2 == 0
+
+    loaders = [
+        Loader(cache, 4, rows=rows, rank=rank, world_size=3, run_id="job", timeout=0.2) for rank in range(3)
+    ]
+    found: list[object] = []
+
+    def read(loader):
+        try:
+            found.append(ids_of(loader))
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=read, args=(loader,)) for loader in loaders]
+    threads[0].start()
+    assert is_asked.wait(DEADLINE_SECONDS)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.6)  # they begin to wait; what follows holds however long it takes
+    stages = [loader.stats().start_seconds for loader in loaders]
+    go_on.set()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    numbers = [number for each in found for number in each]
+    assert len(numbers) == len({*numbers}) == 72
+    assert {*numbers} <= {*IDS[::2]}
+    assert len(asked) == 10
+    assert min(stages) > 0
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_rank_that_dies_as_it_asks_leaves_the_others_to_ask(cache):
+    read_end, write_end = os.pipe()
+
+    def rows(columns):
+        if os.getpid() != parent:
+            os.write(write_end, b".")
+            time.sleep(DEADLINE_SECONDS)
+        return columns["id"] >= 0
+
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            iter(Loader(str(cache.path), 4, rows=rows, rank=0, world_size=2, run_id="job"))
+        finally:
+            os._exit(1)
+    assert os.read(read_end, 1) == b"."
+    with Loader(cache, 4, rows=rows, rank=1, world_size=2, run_id="job", timeout=DEADLINE_SECONDS) as loader:
+        killer = threading.Timer(0.3, os.kill, (child, 9))
+        killer.start()
+        assert len(ids_of(loader)) == 80
+        killer.join()
+    os.waitpid(child, 0)
+    os.close(read_end)
+    os.close(write_end)
+
+
+# expressions
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted"),
+    [
+        (field("id") < 3, [0, 1, 2]),
+        (field("flag"), [*range(0, 20, 2)]),
+        (~field("flag") & (field("id") > 15), [17, 19]),
+        (field("small") >= 4.5, [18, 19]),
+        (field("brain") == 17, [17]),
+        (field("name").isin(["n3", "n5", "other"]), [3, 5]),
+        (pc.starts_with(field("name"), "n1"), [1, *range(10, 20)]),
+        (field("name") == 'random("', []),
+        (field("raw") == b"\x07", [7]),
+        (field("at") >= np.datetime64("2026-01-19T00:00:00").item(), [18, 19]),
+        (pc.day_of_week(field("at")) == 0, [4, 11, 18]),
+        (field("id").cast("float32") / 2 > 9, [19]),
+        (pc.if_else(field("flag"), field("id") > 17, False), [18]),
+        ((field("_seq") == 0) & (field("_row") < 2), [0, 1]),
+        (field("_age_seconds") < 0, []),
+        (pc.scalar(True), [*range(20)]),
+    ],
+)
+def test_an_expression_reads_scalar_columns_in_their_logical_types(kinds, expression, wanted):
+    if wanted:
+        assert epoch(kinds, expression) == wanted
+    else:
+        with pytest.raises(ac.LoaderTimeoutError, match="`rows` refuses all 20 rows"):
+            epoch(kinds, expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        (field("lable") == 3, "reads 'lable', neither a column nor an annotation.*there are .*id, flag"),
+        (field("flags"), "did you mean 'flag'"),
+        (field("nmae") == "a", "did you mean 'name'"),
+        (field("image") > 0, r"reads 'image', which is Tensor.*\(2,\).*columns\['image'\]"),
+        (field("tokens") > 0, "reads 'tokens', which is Ragged"),
+        (field("wave") == 0, "reads 'wave', which is Tensor.*Arrow has no complex numbers"),
+        (field("id"), "gives int64, not a bool for each row"),
+        (field("name"), "gives string, not a bool"),
+        (pc.scalar(None), "gives null, not a bool"),
+        (field("id") == "a", "cannot be evaluated: Function 'equal' has no kernel"),
+        (pc.sum(field("id")) > 3, "calls sum: an expression may call pyarrow's own functions of one row"),
+        (pc.cumulative_sum(field("id")) > 3, "calls cumulative_sum"),
+        (pc.Expression._call("random", [], pc.RandomOptions(initializer=1)) < 0.5, "calls random"),
+        (field(0) > 3, r"by its number: write pyarrow.compute.field\(name\)"),
+        (field(("id", "x")) > 3, "cannot be evaluated: No match"),
+    ],
+)
+def test_an_expression_that_cannot_choose_rows_is_refused_at_once(kinds, expression, words):
+    with pytest.raises(ValueError, match=words):
+        Loader(kinds, 4, rows=expression)
+
+
+def test_a_function_that_the_user_registered_is_refused(cache):
+    name = "arrowcache_test_odd"
+    if name not in pc.function_registry().list_functions():
+        docs = {"summary": "odd", "description": "odd"}
+        pc.register_scalar_function(
+            lambda _, x: pc.not_equal(pc.bit_wise_and(x, 1), 0), name, docs, {"x": "int64"}, "bool"
+        )
+    with pytest.raises(ValueError, match=f"calls {name}: .*give a Python function instead"):
+        Loader(cache, 4, rows=pc.Expression._call(name, [field("id")]))
+
+
+def test_the_answer_of_an_expression_over_stored_columns_is_remembered(cache, evaluations):
+    with Loader(cache, 16, rows=field("id") < 32) as loader:
+        evaluations.clear()
+        for _ in range(3):
+            assert sorted(ids_of(loader)) == IDS[:32]
+        publish(cache, 1)
+        ids_of(loader)
+    assert evaluations == [160, 16]
+
+
+def test_an_expression_over_annotations_is_asked_until_they_change(cache, evaluations):
+    cache.annotate([(0, row) for row in range(16)], loss=np.arange(16.0))
+    with Loader(cache, 1, rows=(field("loss") > 13) & (field("id") < 100)) as loader:
+        evaluations.clear()
+        assert [sorted(ids_of(loader)) for _ in range(2)] == [[14, 15]] * 2, "a missing one is null"
+        assert evaluations == [160]
+        cache.annotate((2, 3), loss=20)
+        assert sorted(ids_of(loader)) == [14, 15, 35]
+        assert evaluations == [160, 160]
+
+
+def test_rows_without_an_annotation_can_be_asked_for(cache):
+    cache.annotate([(0, 0), (9, 15)], loss=[1, 2])
+    assert epoch(cache, field("loss").is_null()) == IDS[1:-1]
+    assert epoch(cache, pc.coalesce(field("loss"), 9) > 1) == IDS[1:]
+
+
+def test_ages_are_never_remembered(cache, evaluations):
+    with Loader(cache, 1, rows=field("_age_seconds") >= 0) as loader:
+        evaluations.clear()
+        for _ in range(2):
+            assert len(ids_of(loader)) == 160
+    assert evaluations == [160, 160]
+
+
+def test_many_rows_are_asked_for_in_parts(cache, evaluations, monkeypatch):
+    monkeypatch.setattr(row_functions, "_ROWS_AT_ONCE", 40)
+    assert epoch(cache, field("id") >= 10) == IDS[10:]
+    assert [rows for rows in evaluations if rows] == [48, 48, 48, 16]
+
+
+def test_excluded_rows_are_left_out_of_an_expression_and_it_resumes(cache):
+    cache.exclude((0, 1))
+    with Loader(cache, 8, rows=field("id") < 41, drop_last=False) as loader:
+        first = ids_of([next(iter(loader))])
+        state = loader.state_dict()
+    with Loader(cache, 8, rows=field("id") > 100, drop_last=False) as loader:
+        loader.load_state_dict(state)
+        assert sorted(first + ids_of(loader)) == [0, *range(2, 41)]
+
+
+def test_ranks_must_have_the_same_expression(cache):
+    first = Loader(cache, 4, rows=field("id") < 41, rank=0, world_size=2, run_id="a")
+    other = Loader(cache, 4, rows=field("id") < 42, rank=1, world_size=2, run_id="a")
+    with first, other:
+        iter(first)
+        with pytest.raises(ValueError, match=r"rows is '\(id < 42\)"):
+            iter(other)
+
+
+def test_an_expression_weighs(cache):
+    with Loader(cache, 16, weights=field("id") * 2, epoch_rows=1600) as loader:
+        assert 0 not in ids_of(loader)
+        assert np.isclose(loader.probabilities((0, 4))[0], 4 / sum(IDS))
+    cache.annotate([(0, row) for row in range(16)], loss=np.zeros(16))
+    with Loader(cache, 16, weights=field("loss") + 1, epoch_rows=1600) as loader:
+        assert len({*ids_of(loader)}) > 100, "a missing one weighs as much as the heaviest"
+    with Loader(cache, 16, weights=field("loss"), epoch_rows=1600) as loader:
+        assert min(ids_of(loader)) >= 16
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        (field("id") > 3, "gives bool, not a number for each row: cast it"),
+        (field("los") * 2, "reads 'los', neither a column nor an annotation"),
+        (field("name"), "reads 'name', neither"),
+    ],
+)
+def test_an_expression_that_cannot_weigh_is_refused_at_once(cache, expression, words):
+    with pytest.raises(ValueError, match=words):
+        Loader(cache, 4, weights=expression)
+
+
+def test_a_weight_of_an_expression_that_is_no_number_is_named(cache):
+    is_bad = pc.equal(field("id"), 20)
+    with (
+        Loader(cache, 4, weights=pc.if_else(is_bad, float("nan"), 1.0)) as loader,
+        pytest.raises(ValueError, match="row 1:4 has the weight nan"),
+    ):
+        iter(loader)
+
+
+def test_a_column_of_weights_is_read_once_a_segment(cache, monkeypatch):
+    asked = []
+    gather = row_functions.Snapshot.gather
+    monkeypatch.setattr(row_functions.Snapshot, "gather", lambda *args: asked.append(1) or gather(*args))
+    with Loader(cache, 16, weights="id") as loader:
+        for _ in range(3):
+            ids_of(loader)
+    assert len(asked) == 1
+
+
+# names that are not there
+
+
+def test_weights_of_a_name_that_no_row_has_are_refused_with_those_there_are(cache):
+    cache.annotate((0, 0), priority=1, loss=2)
+    for name in ("priorty", "los", "Id"):
+        with pytest.raises(
+            ValueError, match=f"weights='{name}' is neither .* annotations loss, priority, and"
+        ):
+            Loader(cache, 4, weights=name)
+    with pytest.raises(ValueError, match="did you mean 'priority'"):
+        Loader(cache, 4, weights="priorty")
+    with Loader(cache, 4, weights="priorty", expect=["priorty"]) as loader:
+        assert len(ids_of(loader)) == 160
+    with Loader(cache, 4, weights="priority") as loader:
+        assert len(ids_of(loader)) == 160
+
+
+def test_without_any_annotation_weights_of_a_name_give_a_warning_until_there_is_one(cache):
+    with pytest.warns(RuntimeWarning, match="pass expect='priorty'"):
+        loader = Loader(cache, 4, weights="priorty")
+    with loader:
+        assert len(ids_of(loader)) == 160
+        cache.annotate((0, 0), priority=1)
+        with pytest.raises(ValueError, match=r"weights='priorty' is neither.*did you mean 'priority'"):
+            iter(loader)
+    assert cache.stats().leased_bytes == 0
+
+
+def test_annotations_that_left_after_the_loader_was_made_do_not_end_it(cache):
+    cache.annotate([(0, 0), (0, 1)], priority=1)
+    with Loader(cache, 4, weights="priority") as loader:
+        ids_of(loader)
+        cache.close()
+        cache = ac.Cache.open(cache.path)
+        cache.annotate((9, 0), other=1)
+        cache.close()
+        ac.Cache.open(cache.path).evict("32KiB")
+        assert ids_of(loader)
+
+
+def test_a_tag_that_no_row_has_is_refused_with_those_there_are(cache):
+    with pytest.raises(ValueError, match=r"no row has the tag 'hard': there is none yet; .*expect='hard'"):
+        Loader(cache, 4, rows="hard")
+    cache.tag((0, 0), "hard")
+    cache.tag((0, 0), "odd one")
+    for tag in ("hrad", "Hard", "odd_one"):
+        with pytest.raises(ValueError, match=f"no row has the tag '{tag}'.* there are 'hard', 'odd one'"):
+            Loader(cache, 1, rows=tag)
+
+
+def test_a_tag_that_is_to_come_is_waited_for(cache):
+    with Loader(cache, 1, rows="hard", expect="hard", timeout=DEADLINE_SECONDS) as loader:
+        timer = threading.Timer(1.5, cache.tag, ((3, 1), "hard"))  # longer than a refusal takes
+        timer.start()
+        assert ids_of(loader) == [49]
+        timer.join()
+
+
+def test_an_expected_annotation_is_nan_to_a_function_and_null_to_an_expression(cache):
+    assert epoch(cache, lambda columns: np.isnan(columns["loss"]), expect="loss") == IDS
+    assert epoch(cache, field("loss").is_null(), expect=("loss",)) == IDS
+    with pytest.raises(KeyError, match="pass expect='loss'"):
+        epoch(cache, lambda columns: np.isnan(columns["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"expect": 3, "weights": "id"}, TypeError, "expect must be names"),
+        ({"expect": [3], "weights": "id"}, TypeError, "a name of expect must be a text"),
+        ({"expect": "loss"}, ValueError, "neither rows= nor weights= asks for any"),
+        ({"expect": "loss", "rows": "all"}, ValueError, "leave it out"),
+        ({"expect": "loss", "rows": ["0:0"]}, ValueError, "leave it out"),
+    ],
+)
+def test_what_expects_nothing_is_refused(cache, options, error, words):
+    with pytest.raises(error, match=words):
+        Loader(cache, 4, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed
 
 from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
-from arrowcache.reading.iterator import EpochIterator
+from arrowcache.reading.iterator import CLOSED, LOADED, NEWER, EpochIterator
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import MOST_BATCH_ROWS, MOST_PREFETCHED, MOST_WORKERS
 from arrowcache.reading.order import EpochOrder, Shard
@@ -147,7 +148,7 @@ class CachedLoader(Closable):
             raise ValueError(_CLOSED)
         if not self._origin.is_here:
             self._begin_in_child()
-        self._end_current("a newer one began")
+        self._end_current(NEWER)
         plan = self._planned
         if not self._is_first and not plan.position:
             try:
@@ -169,8 +170,8 @@ class CachedLoader(Closable):
         )
         self._epoch, self._planned = epoch, self._plan_of(plan.epoch + 1)
         if self._prefetcher is None:
-            return EpochIterator(epoch, None, _itself)
-        return self._prefetcher.over(Delivery(epoch, None, _itself))
+            return EpochIterator(epoch, None, self._finish)
+        return self._prefetcher.over(Delivery(epoch, None, self._finish))
 
     def repeat(self) -> Iterator[Any]:
         """Give batches without end, for step-based training: one epoch after another.
@@ -217,7 +218,7 @@ class CachedLoader(Closable):
         plan, length = Plan.from_state(state, MOST_COUNTED), len(self._train)
         if plan.stream_rows != length or len(plan.rows) != 1:
             raise ValueError(f"the state is of {plan.stream_rows} rows, and the dataset has {length} items")
-        self._end_current("a state was loaded")
+        self._end_current(LOADED)
         self._planned, self._epoch = plan, None
 
     def stats(self) -> LoaderStats:
@@ -234,10 +235,11 @@ class CachedLoader(Closable):
     def close(self) -> None:
         """End the epoch and the worker processes, which publish what they made. Idempotent.
 
+        The next `next` of an epoch whose last batch was not delivered raises RuntimeError.
         Blocks: until each worker has made the item that it is at, but some seconds at most.
         """
         self._closed = True
-        calls: list[Callable[[], object]] = [self._end_current]
+        calls: list[Callable[[], object]] = [partial(self._end_current, CLOSED)]
         if self._makers is not None:
             calls.append(self._makers.close)
         if self._prefetcher is not None:
@@ -261,6 +263,10 @@ class CachedLoader(Closable):
             f"<CachedLoader of {self._train.path}: batch_size={self._batch_size}, "
             f"shuffle={self._shuffle!r}, epoch {self._planned.epoch}>"
         )
+
+    def _finish(self, batch: Any) -> Any:
+        """Return a batch as it is. An iterator that has this method keeps its loader alive."""
+        return batch
 
     def _plan_of(self, number: int) -> Plan:
         """Return the plan of an epoch. To the order a dataset is one segment."""
@@ -306,7 +312,7 @@ class CachedLoader(Closable):
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
         self._slots = self._new_slots()
 
-    def _end_current(self, because: str | None = None) -> None:
+    def _end_current(self, because: str) -> None:
         epoch = self._epoch
         if epoch is None:
             return
@@ -314,10 +320,6 @@ class CachedLoader(Closable):
             self._planned, self._epoch = epoch.plan, None
             self._meter.take_back_epoch()
         epoch.close(because)
-
-
-def _itself(batch: Any) -> Any:
-    return batch
 
 
 def _shard(rank: int, world_size: int) -> Shard:

@@ -7,6 +7,7 @@ has worker processes make what is missing; reading/order.py says which items a b
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,13 +26,16 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.storage.counters import CounterPage
-from arrowcache.torch.cached_dataset import CachedDataset
+from arrowcache.torch.cached_dataset import CachedDataset, seeds_of_workers
 from arrowcache.torch.cached_epoch import CachedEpoch
 from arrowcache.torch.collation import collated
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.makers import Makers
 from arrowcache.units import MOST_COUNTED, parse_count, require_function
+
+_LOADERS = 1  # seeds of the workers of loaders begin with it
+_numbers = itertools.count()  # of the loaders of this process
 
 _CLOSED = "the loader is closed: make a new one"
 _SHUFFLES = {True: "rows", "rows": "rows", False: None, None: None}
@@ -75,7 +79,9 @@ class CachedLoader(Closable):
         seed: selects the order, together with the epoch's number and the number of items.
         drop_last: leave out an incomplete last batch. Otherwise it is short, or padded with the epoch's first
             items if there are several ranks.
-        workers: number of processes that make what is missing, at most 256. 0 means this process.
+        workers: number of processes that make what is missing, at most 256. 0 means this process. Their
+            random seeds differ by worker, loader and rank, and follow from `torch.manual_seed`; their
+            generators go on from epoch to epoch. The generators of this process are left alone.
         prefetch: number of batches to begin ahead where no worker makes them. None means two to eight, as
             many as the processor's cache holds; while items come from the disk, as many as have 256 items,
             but at most 64 MiB.
@@ -130,6 +136,7 @@ class CachedLoader(Closable):
         self._shard = None if rank is None or world_size is None else _shard(rank, world_size)
         self._prefetcher = None if device is None else DevicePrefetcher((), device)
         self._makers: Makers | None = None
+        self._number = next(_numbers)
         self._meter = Meter(self._workers, self._shuffle)
         self._slots = self._new_slots()
         self._planned = self._plan_of(0)  # the next epoch, or the rest of one
@@ -292,7 +299,8 @@ class CachedLoader(Closable):
         if self._workers and (self._collate is not None or not self._train.is_complete()):
             self._train.rest()  # before they are forked: they make and publish what is missing
             if self._makers is None:
-                self._makers = Makers(self._train, self._workers, self._collate)
+                seeds = seeds_of_workers(_LOADERS, self._number, self._seed, self._shard_now().rank)
+                self._makers = Makers(self._train, self._workers, self._collate, seeds)
             return self._makers
         if self._makers is not None:
             self._makers.close()

@@ -313,6 +313,11 @@ def is_exiting() -> bool:
     return _is_exiting is not False  # None once this module was cleared
 
 
+def exit_has_begun() -> bool:
+    """True once the functions of `at_exit` are called, or later. Only daemon threads still run then."""
+    return _exit_has_begun is not False
+
+
 def until_exit(end: Callable[[T], object]) -> Callable[[T], None]:
     """Make a `__del__` that does nothing once the interpreter ends.
 
@@ -328,7 +333,8 @@ def until_exit(end: Callable[[T], object]) -> Callable[[T], None]:
 
 
 def _exit() -> None:
-    global _is_exiting
+    global _is_exiting, _exit_has_begun
+    _exit_has_begun = True
     try:
         call_all([*_at_exit])
     finally:
@@ -338,7 +344,7 @@ def _exit() -> None:
 _at_exit: list[Callable[[], object]] = []
 _at_sigterm: list[Callable[[], object]] = []
 _finalizers: list[weakref.finalize[..., Any]] = []
-_is_exiting = False
+_is_exiting = _exit_has_begun = False
 atexit.register(_exit)
 
 

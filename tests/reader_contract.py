@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,9 @@ class Face:
     has: frozenset[str] = frozenset()
     error: type[Exception] | None = None
 
-    def needs(self, ability: str) -> None:
-        if ability not in self.has:
-            pytest.skip(f"this reader has no {ability}")
+    def needs(self, *abilities: str) -> None:
+        if missing := {*abilities} - self.has:
+            pytest.skip(f"this reader has no {', '.join(missing)}")
 
 
 class Unclosed:
@@ -103,7 +104,7 @@ def ids_of(batches: Iterable[Any]) -> list[int]:
     """The ids of batches of schema ROW; each image is the one that was appended with its id."""
     found: list[int] = []
     for batch in batches:
-        ids = plain(batch["id"]).tolist()
+        ids = plain(batch["id"]).ravel().tolist()
         if "image" in batch:
             assert np.array_equal(plain(batch["image"]), np.stack([sample(i)["image"] for i in ids]))
         found += ids
@@ -125,7 +126,161 @@ def nothing_is_left(cache: ac.Cache, workers: list[int]) -> None:
     assert cache.verify() == []
 
 
-class Contract:
+def yielded(reader: Any) -> Any:
+    yield from reader
+
+
+def begun(reader: Any) -> Any:
+    return iter(reader)
+
+
+def collected(reader: Any) -> Any:
+    """Batches of an iterator that alone holds its reader, of which the garbage collector takes the rest."""
+    batches = iter(reader)
+    del reader
+    for batch in batches:
+        gc.collect()
+        yield batch
+
+
+def in_a_thread(reader: Any) -> list[Any]:
+    found: list[Any] = []
+    thread = threading.Thread(target=found.extend, args=[iter(reader)])
+    del reader
+    thread.start()
+    thread.join()
+    return found
+
+
+#: How programs write an epoch of a reader that nothing else holds.
+FORMS: dict[str, Callable[[Callable[[], Any]], Iterable[Any]]] = {
+    "for": lambda make: [batch for batch in make()],  # noqa: C416  # as they write it
+    "list": lambda make: list(make()),
+    "yield from": lambda make: yielded(make()),
+    "returned": lambda make: begun(make()),
+    "collected": lambda make: collected(make()),
+    "enumerate": lambda make: (batch for _, batch in enumerate(make())),
+    "zip": lambda make: (batch for batch, _ in zip(make(), range(10))),  # noqa: B905  # as they write it
+    "islice": lambda make: itertools.islice(make(), 10),
+    "map": lambda make: map(same, make()),
+    "chain": lambda make: itertools.chain(make()),
+    "a thread": lambda make: in_a_thread(make()),
+}
+
+#: What others do to the epoch of a reader, and what a face has that can.
+ACTS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
+    "was closed": (lambda reader: reader.close(), {"close"}),
+    "a newer one began": (lambda reader: next(iter(reader)), {"one epoch"}),
+    "a state was loaded": (
+        lambda reader: reader.load_state_dict(reader.state_dict()),
+        {"state", "one epoch"},
+    ),
+}
+
+
+class WholeEpochs:
+    """Tests of how an epoch of one face ends: after all of its batches, or by an error. Ids are 0 to 159."""
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_an_epoch_is_whole_where_nothing_else_holds_its_reader(self, face, cache, form):
+        batches = FORMS[form](lambda: face.make(cache, 16))
+        assert sorted(ids_of(batches)) == IDS
+
+    def test_the_first_batch_of_a_reader_that_nothing_else_holds_comes(self, face, cache):
+        before = worker_pids()
+        assert len(ids_of([next(iter(face.make(cache, 16)))])) == 16
+        nothing_is_left(cache, before)
+
+    def test_endless_batches_need_nothing_that_holds_their_reader(self, face, cache):
+        face.needs("repeat")
+        found = ids_of(itertools.islice(face.make(cache, 16).repeat(), 20))
+        assert [sorted(found[:160]), sorted(found[160:])] == [IDS, IDS]
+
+    @pytest.mark.parametrize("taken", [0, 1, 5, 9])
+    @pytest.mark.parametrize("act", ACTS)
+    def test_an_epoch_that_is_cut_short_raises_in_its_consumer(self, face, cache, act, taken):
+        do, abilities = ACTS[act]
+        face.needs(*abilities)
+        if face.error is not None and not taken:
+            pytest.skip("this reader begins an epoch with its first batch")
+        with face.make(cache, 16) as reader:
+            epoch = iter(reader)
+            assert len(ids_of(itertools.islice(epoch, taken))) == 16 * taken
+            do(reader)
+            for _ in range(1 if face.error else 3):  # TensorFlow ends what has failed once
+                with pytest.raises(face.error or RuntimeError, match=act):
+                    next(epoch)
+
+    def test_an_epoch_beside_a_newer_one_is_whole(self, face, cache):
+        face.needs("epochs beside another")
+        with face.make(cache, 16) as reader:
+            older = iter(reader)
+            first = ids_of([next(older)])
+            newer = iter(reader)
+            second = ids_of([next(newer)])
+            if "state" in face.has:
+                reader.load_state_dict(reader.state_dict())
+            assert sorted(first + ids_of(older)) == sorted(second + ids_of(newer)) == IDS
+
+    @pytest.mark.parametrize("act", ACTS)
+    def test_an_epoch_whose_last_batch_came_ends_as_it_is_whatever_comes_then(self, face, cache, act):
+        do, abilities = ACTS[act]
+        face.needs(*abilities)
+        with face.make(cache, 16) as reader:
+            epoch = iter(reader)
+            assert sorted(ids_of(itertools.islice(epoch, 10))) == IDS
+            do(reader)
+            assert [*epoch] == []
+
+    def test_endless_batches_that_are_cut_short_raise_in_their_consumer(self, face, cache):
+        face.needs("repeat")
+        reader = face.make(cache, 16)
+        for taken in (3, 10, 13):
+            batches = reader.repeat()
+            assert len(ids_of(itertools.islice(batches, taken))) == 16 * taken
+            reader.load_state_dict(reader.state_dict())
+            with pytest.raises(RuntimeError, match="a state was loaded"):
+                next(batches)
+        batches = reader.repeat()
+        next(batches)
+        reader.close()
+        with pytest.raises(RuntimeError, match="the loader was closed"):
+            next(batches)
+
+    def test_a_consumer_that_closes_its_iterator_or_drops_it_is_told_nothing(self, face, cache):
+        face.needs("one epoch")
+        with face.make(cache, 16) as reader:
+            epoch = iter(reader)
+            next(epoch)
+            if hasattr(epoch, "close"):
+                epoch.close()
+                assert [*epoch] == []
+            for _ in reader:
+                break
+            assert sorted(ids_of(reader)) == IDS
+
+    def test_an_epoch_goes_on_whole_after_its_cache_was_closed(self, face, cache):
+        reader = face.make(cache, 16)
+        epoch = iter(reader)
+        first = ids_of([next(epoch)])
+        cache.close()
+        assert sorted(first + ids_of(epoch)) == IDS
+
+    @pytest.mark.parametrize("where", [0, 7])
+    def test_a_stop_iteration_of_a_function_is_an_error_and_no_end(self, face, cache, where):
+        face.needs("transform")
+
+        def transform(batch):
+            if where in plain(batch["id"]).ravel().tolist():
+                raise StopIteration("the stream is over")
+            return batch
+
+        with pytest.raises(Exception, match=r"StopIteration|the stream is over") as caught:
+            list(face.make(cache, 16, transform=transform))
+        assert not isinstance(caught.value, StopIteration)
+
+
+class Contract(WholeEpochs):
     """Tests of one face. `cache` has ten segments of 16 rows, ids 0 to 159."""
 
     # what an epoch holds
@@ -369,7 +524,8 @@ class Contract:
         reader.close()
         assert cache.stats().leased_bytes == 0
         assert worker_pids() == before
-        assert list(epoch) == []
+        with pytest.raises(RuntimeError, match="the loader was closed"):
+            next(epoch)
         assert len(ids_of([kept])) == 16
         with pytest.raises(ValueError, match="the loader is closed: make a new one"):
             iter(reader)

@@ -8,7 +8,7 @@ taken meanwhile has the batch ahead still to come.
 from __future__ import annotations
 
 from arrowcache.reading.assembly import Batch
-from arrowcache.reading.iterator import EpochIterator, Stream
+from arrowcache.reading.iterator import EpochIterator, Stream, next_of
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stream import BatchStream
 
@@ -24,8 +24,7 @@ class AheadIterator(EpochIterator):
         self.forget()
         try:
             if taken is None:
-                with stream.waiting():
-                    taken = stream.take(self._timeout_seconds)
+                taken = next_of(stream, self._timeout_seconds)
         except BaseException:
             stream.fail()
             raise

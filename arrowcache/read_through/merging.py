@@ -1,9 +1,10 @@
 """Merging: many small segments of a dataset's cache become few full ones, while others read and write it.
 
 Parts that follow one another are read, and published once more as one segment, which comes onto the disk
-before they leave it; its name says which they are. They leave once nobody leases them: until then they serve,
-since of two copies the older does, so no reader sees a change. Whoever finds a merged segment beside its
-parts goes on with their removal. One process at a time merges.
+before they leave it; its name says which they are. New snapshots read the merged segment, and do not lease
+its parts; older ones go on with the parts, which leave once no such snapshot leases them. Every process that
+reads or writes items tries that again while there are some, and whoever needs room does. One process at a
+time merges.
 
 Guarantees: who is killed at any step, or loses power, loses no item; the capacity holds, so parts are merged
 where there is room for both copies; a merged segment is merged again only once its parts have left.
@@ -50,8 +51,8 @@ def merge(store: Store, let_go: Callable[[], None]) -> bool:
 
 
 def _remove(store: Store, let_go: Callable[[], None]) -> None:
-    """Remove parts that were merged and are not leased."""
-    if superseded(store.segments()):
+    """Remove parts that were merged and are not leased by others."""
+    if superseded(store.segments()) and store.take_back(superseded)[1]:
         let_go()
         store.take_back(superseded)
 

@@ -3,7 +3,8 @@
 It owns the segment in progress, the full one before it, and the thread that writes, and that ends the
 reader's lease. Guarantees:
 - what was put is published when a segment is full, after a minute, as soon as another process waits for it,
-  a second after the last request, and at the end of the process; many small segments are merged (merging.py);
+  a second after the last request, and at the end of the process; many small segments are merged (merging.py),
+  and the parts of merged ones removed, by each process that asks for items or has none to publish any more;
 - the thread writes a full segment while the next one fills: only who has filled two waits for the disk;
 - what cannot be stored is given up together with all claims: others may make and store it;
 - Ctrl-C at any point loses nothing that is unpublished, and publishes no segment twice.
@@ -31,12 +32,14 @@ from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.claims import Claims
+from arrowcache.storage.parts import superseded
 from arrowcache.storage.store import RoomPolicy, Store
 
 #: How a cache fails.
 FAILURES = (ArrowCacheError, OSError, MemoryError)
 IDLE_SECONDS = 1.0
 MAX_DELAY_SECONDS = 60.0
+_PARTS_SECONDS = 2.0  # between two looks for merged parts that still have to leave
 _TICK_SECONDS = 0.05  # between two looks for processes that wait
 _JOIN_SECONDS = 10.0  # for the thread: it publishes, or merges, one segment
 _END = object()
@@ -61,6 +64,7 @@ class Outbox:
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
         self._may_be_full = True  # there was no room when something was last published, or none is known of
         self._may_merge = False  # a part was published since the last look
+        self._look_for_parts_at = 0.0  # the time of the next look for merged parts that still have to leave
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._thread: threading.Thread | None = None  # while there is a lease, or something unpublished
         self._must_end = False  # the thread, though others may ask for items
@@ -185,7 +189,7 @@ class Outbox:
 
     def _merge(self) -> None:
         """Merge small segments once, if there are many. Raises nothing; waits for no other process."""
-        self._may_merge = False
+        self._may_merge, self._look_for_parts_at = False, time.monotonic() + _PARTS_SECONDS
         with suppress(*FAILURES):  # nothing is lost, and the next one tries again
             self._may_merge = merge(self._store, self.let_go)
 
@@ -257,11 +261,20 @@ class Outbox:
                     if self._wake.get(timeout=seconds) is _END:
                         self.close()
                 seconds = self._look()
-                if seconds is not None and self._may_merge:
+                if self._may_merge or self._parts_are_left(is_last=seconds is None):
                     self._merge()
         except BaseException:  # such as a warning that is an error
             self._thread = None  # the next request starts another one
             raise
+
+    def _parts_are_left(self, *, is_last: bool) -> bool:
+        """True if merged parts have yet to leave, as they were leased so far. Looks now and then."""
+        if not is_last and time.monotonic() < self._look_for_parts_at:
+            return False
+        self._look_for_parts_at = time.monotonic() + _PARTS_SECONDS
+        with suppress(*FAILURES):
+            return bool(superseded(self._store.segments()))
+        return False
 
     def _look(self) -> float | None:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""

@@ -1,7 +1,8 @@
 """Places: where each item of a dataset lies in its cache.
 
-One int64 an item: the segment's position among those seen, and the row. It comes from the column `_index` of
-the segments; nothing of it is stored. Of two copies of an item the one in the older segment serves.
+One int64 an item: the segment's place among those seen, and the row. It comes from the column `_index` of
+the segments; nothing of it is stored. Of two copies of an item the one in the older segment serves. The
+column is read once for each segment; what the leaving of a segment costs beside is a look at each number.
 It owns the snapshot that it finds rows in: `release` ends its lease, and the next `refresh` begins another.
 """
 
@@ -21,6 +22,9 @@ INDEX = "_index"  # the column that holds each row's item
 
 _ROW_BITS = 31  # a segment has fewer rows than 2**31
 _ROW = (1 << _ROW_BITS) - 1
+_NONE = np.empty(0, np.int64)
+_LOOKED_AT_ONCE = 1 << 16  # items
+_MOST_LEFT = 64  # segments that left, beyond as many as are there, until the others are renumbered
 _ATTEMPTS = 4  # to read the indices of segments, each time without those that turned out damaged
 
 
@@ -30,8 +34,9 @@ class Places:
     def __init__(self, store: Store, length: int) -> None:
         self._store = store
         self._places = np.full(length, -1, np.int64)  # by item: segment << _ROW_BITS | row
-        self._seqs = np.empty(0, np.int64)  # of the segments seen, ascending
-        self._firsts = np.empty(0, np.int64)  # the first row of each in the snapshot
+        self._seqs = _NONE  # of the segments seen, ascending, also of some that left; empty: none is known
+        self._firsts = _NONE  # the first row of each in the snapshot; -1: it left
+        self._hidden = _NONE, _NONE  # items and places of copies whose older one serves
         self._listed: tuple[SegmentInfo, ...] = ()  # as the snapshot was taken
         self.snapshot: Snapshot | None = None
         self.temperature = Temperature()  # of all its snapshots
@@ -65,22 +70,77 @@ class Places:
 
     def _take_in(self, snapshot: Snapshot) -> None:
         seqs, rows = snapshot.seqs, snapshot.segment_rows
-        if not np.all(are_among(self._seqs, seqs)):  # one left: a copy elsewhere may serve instead
-            self._places.fill(-1)
-            self._seqs = seqs[:0]
-        seen = len(self._seqs)  # the oldest: new ones have higher numbers
         firsts = np.cumsum(rows) - rows
-        if seen < len(seqs):
-            ids = np.arange(firsts[seen], len(snapshot))
-            indices = snapshot.gather(ids, [INDEX])[INDEX]
-            assert isinstance(indices, np.ndarray)
-            segments = np.repeat(np.arange(seen, len(seqs)), rows[seen:])
-            places = segments << _ROW_BITS | ids - firsts[segments]
-            is_item = (indices >= 0) & (indices < len(self._places))
-            indices, places = indices[is_item][::-1], places[is_item][::-1]  # of two the first is set last
-            is_new = self._places[indices] < 0
-            self._places[indices[is_new]] = places[is_new]
-        self._seqs, self._firsts = seqs, firsts
+        known = self._seqs
+        added = int(np.searchsorted(seqs, known[-1], "right")) if len(known) else 0
+        if len(known) and not np.all(are_among(seqs[:added], known[self._firsts >= 0])):
+            known, added = _NONE, 0  # an older one is back, as parts are whose merged segment was damaged
+        indices, places = self._read(snapshot, added, len(known))
+        self._seqs = _NONE  # until all is known: Ctrl-C may come anywhere
+        if not len(known):
+            self._places.fill(-1)
+            self._hidden = _NONE, _NONE
+        all_firsts = np.full(len(known) + len(seqs) - added, -1, np.int64)
+        all_firsts[np.searchsorted(known, seqs[:added])] = firsts[:added]
+        all_firsts[len(known) :] = firsts[added:]
+        if np.any((all_firsts[: len(known)] < 0) & (self._firsts[: len(known)] >= 0)):
+            self._forget(all_firsts)
+        self._put(indices, places)
+        known, self._firsts = np.concatenate((known, seqs[added:])), all_firsts
+        if len(known) > 2 * len(seqs) + _MOST_LEFT:
+            known = self._renumber(known)
+        self._seqs = known
+
+    def _read(self, snapshot: Snapshot, added: int, seen: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the items of the segments from number `added` on, and their places.
+
+        Args:
+            seen: number of segments that have numbers.
+        """
+        rows = snapshot.segment_rows
+        first, counts = int(rows[:added].sum()), rows[added:]
+        segments = np.repeat(np.arange(len(counts)), counts)
+        if not len(segments):
+            return _NONE, _NONE
+        indices = snapshot.gather(np.arange(first, len(snapshot)), [INDEX])[INDEX]
+        assert isinstance(indices, np.ndarray)
+        within = np.arange(len(segments)) - (np.cumsum(counts) - counts)[segments]
+        places = seen + segments << _ROW_BITS | within
+        is_item = (indices >= 0) & (indices < len(self._places))
+        return indices[is_item], places[is_item]
+
+    def _forget(self, firsts: NDArray[np.int64]) -> None:
+        """Have items of segments that left served by their copies, if there are some."""
+        is_there = np.append(firsts >= 0, True)  # the last: of items without a place
+        for start in range(0, len(self._places), _LOOKED_AT_ONCE):
+            some = self._places[start : start + _LOOKED_AT_ONCE]
+            some[~is_there[some >> _ROW_BITS]] = -1
+        indices, places = self._hidden
+        stays = is_there[places >> _ROW_BITS]
+        self._hidden = _NONE, _NONE
+        self._put(indices[stays], places[stays])
+
+    def _put(self, indices: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Give items (n,) places, oldest first, where they have none."""
+        is_new = self._places[indices] < 0
+        new, at = indices[is_new][::-1], places[is_new][::-1]  # of two the first is set last
+        self._places[new] = at
+        if (is_hidden := self._places[indices] != places).any():
+            hidden = zip(self._hidden, (indices[is_hidden], places[is_hidden]), strict=True)
+            before, now = (np.concatenate(both) for both in hidden)
+            self._hidden = before, now
+
+    def _renumber(self, known: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Leave out segments that left. Returns: the numbers of the others."""
+        is_there = self._firsts >= 0
+        numbers = np.append(np.cumsum(is_there) - 1, -1)
+        for start in range(0, len(self._places), _LOOKED_AT_ONCE):
+            some = self._places[start : start + _LOOKED_AT_ONCE]
+            some[:] = numbers[some >> _ROW_BITS] << _ROW_BITS | some & _ROW
+        indices, places = self._hidden
+        self._hidden = indices, numbers[places >> _ROW_BITS] << _ROW_BITS | places & _ROW
+        self._firsts = self._firsts[is_there]
+        return known[is_there]
 
     def rows_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each item (n,) in the snapshot, or -1 where it is not there, of indices (n,)."""

@@ -1,15 +1,43 @@
-"""Iterator: a consumer's handle of a stream of batches. Dropping it ends the stream."""
+"""Iterator: a consumer's handle of a stream of batches, and what it is told at the end. For all loaders.
+
+An iterator keeps its loader alive. Dropping it, as `break` does, or closing it ends the stream silently. An
+epoch that others cut short raises in its consumer: a StopIteration would show a part of it as the whole. So
+does a StopIteration of the user's own functions. An error in place of a batch comes once, then a
+StopIteration, as from a generator.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from arrowcache.lifetimes import until_exit
+from arrowcache.lifetimes import exit_has_begun, until_exit
 from arrowcache.reading.assembly import Batch
 from arrowcache.reading.portion import ReadyBatch
+
+#: Why an epoch was cut short.
+NEWER: Final = "a newer one began"
+LOADED: Final = "a state was loaded"
+CLOSED: Final = "the loader was closed"
+
+STOPPED: Final = "a function such as the transform raised StopIteration, which would end the epoch"
+
+
+def cut_short(because: str, what: str = "epoch") -> BaseException:
+    """Return the error of a consumer whose epoch ended before its last batch, by another one's act.
+
+    As the interpreter exits it is SystemExit: the consumer is a daemon thread, which ends without a
+    traceback.
+    """
+    if exit_has_begun():
+        return SystemExit(f"this {what} ended when the interpreter did")
+    if because in (NEWER, LOADED):
+        return RuntimeError(f"this {what} ended when {because}: iterate anew")
+    return RuntimeError(
+        f"this {what} ended when {because}, before its last batch: leave the loop first, or close after it"
+    )
 
 
 class Stream(Protocol):
@@ -23,6 +51,18 @@ class Stream(Protocol):
     def fail(self) -> None: ...
     def drop(self) -> None: ...
     def close(self, because: str | None = None) -> None: ...
+
+
+def next_of(stream: Stream, timeout_seconds: float | None) -> ReadyBatch | None:
+    """Return a stream's next batch, which is not delivered yet, or None at its end. Counts as a wait.
+
+    Raises: as `BatchStream.take`. RuntimeError: a function of the user raised StopIteration.
+    """
+    try:
+        with stream.waiting():
+            return stream.take(timeout_seconds)
+    except StopIteration as error:
+        raise RuntimeError(STOPPED) from error
 
 
 class Batches(Iterator[Batch], Protocol):
@@ -49,8 +89,8 @@ class EpochIterator(Iterator[Batch]):
         """The next batch.
 
         Blocks: until the batch is made, at most the loader's timeout.
-        Raises: LoaderTimeoutError; the error of a transform; RuntimeError: a newer epoch began, or a
-            state was loaded, also while this waits.
+        Raises: LoaderTimeoutError; the error of a transform; RuntimeError: a newer epoch began, a state was
+            loaded, or the loader was closed, also while this waits.
         """
         self._stream.require_own()  # first: in a forked child the turn may be taken for ever
         with self._turn:
@@ -58,8 +98,7 @@ class EpochIterator(Iterator[Batch]):
 
     def _next(self, stream: Stream) -> Batch:
         try:
-            with stream.waiting():
-                made = stream.take(self._timeout_seconds)
+            made = next_of(stream, self._timeout_seconds)
         except BaseException:
             stream.fail()
             raise

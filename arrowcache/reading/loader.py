@@ -17,7 +17,7 @@ from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
 from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.iterator import Batches, EpochIterator
+from arrowcache.reading.iterator import CLOSED, LOADED, NEWER, Batches, EpochIterator
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, takes
 from arrowcache.reading.packing import Packing
@@ -212,7 +212,7 @@ class Loader(Closable):
         plan = plan_of(self._store, state, has_buckets=has_buckets, packing=self._packing)
         if missing == "raise":
             self._epochs.require(plan)
-        self._end_current("a state was loaded")
+        self._end_current(LOADED)
         self._epochs.resume(plan, missing)
 
     def probabilities(self, ids: object) -> NDArray[np.float64]:
@@ -273,10 +273,11 @@ class Loader(Closable):
     def close(self) -> None:
         """End the epoch, and the threads and processes of workers; lease nothing afterwards. Idempotent.
 
+        The next `next` of an epoch whose last batch was not delivered raises RuntimeError.
         Blocks: at most some seconds, for a running transform.
         """
         self._closed = True
-        self._end_current()
+        self._end_current(CLOSED)
         if (parking := self._parking) is not None:  # another thread may close it, too
             self._assembly.close()
             parking.close()
@@ -352,7 +353,7 @@ class Loader(Closable):
         if not self._origin.is_here:  # threads stayed in the process that forked this one
             self._origin, self._stream, self._parking = Origin(), None, None
             self._assembly.after_fork()
-        self._end_current("a newer one began")
+        self._end_current(NEWER)
         self._epochs.join(self._membership(begins=True))
         try:
             parking = self._parking
@@ -379,7 +380,7 @@ class Loader(Closable):
         """True if an epoch was delivered to its end, and its consumer knows."""
         return epoch.is_delivered and (self._stream is None or self._stream.has_stopped)
 
-    def _end_current(self, because: str | None = None) -> None:
+    def _end_current(self, because: str) -> None:
         if self._stream is not None:
             self._stream.close(because)
 

@@ -6,9 +6,9 @@ that are under way, and their snapshots, until all their batches are made or it 
 when the last batch of one is under way, so that there is no pause; if it reads many segments, this is done
 in slices, one a step.
 
-A stream ends silently by exhaustion, by `close()`, or when its iterator is dropped. It ends with an error in
-its consumer when a newer epoch begins or a state is loaded: else the consumer would take a part of the epoch
-for all of it. It also ends by an error in place of a batch.
+A stream ends silently by exhaustion, or when its iterator is closed or dropped. It ends with an error in
+its consumer when a newer epoch begins, a state is loaded, or the loader is closed: else the consumer would
+take a part of the epoch for all of it. It also ends by an error in place of a batch.
 
 Guarantees: batches arrive in step order, whoever made them; no batch is made before its epoch was begun, or
 begun after its epoch was ended; an exception arrives in place of its batch; every wait has a deadline
@@ -32,6 +32,7 @@ from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Assembly
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
+from arrowcache.reading.iterator import cut_short
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
 from arrowcache.reading.portion import Portion, ReadyBatch
@@ -88,6 +89,7 @@ class BatchStream:
         self.consumer = 0  # the thread that takes batches, or cancels them
         self._was_asked = self._was_interrupted = False
         self._because: str | None = None  # why it was cut short: the error that its consumer gets
+        self._is_whole = False  # all batches of the only epoch are delivered
         self.has_stopped = False  # its consumer knows
         self.ended = self._is_closed = False
 
@@ -190,18 +192,18 @@ class BatchStream:
     def deliver(self, made: ReadyBatch | None) -> None:
         """Count a batch that the consumer gets now, or, with None, the end.
 
-        Raises: StopIteration: the stream has ended, also after `take`. RuntimeError: a newer epoch
-            began, or a state was loaded.
+        Raises: StopIteration: the stream has ended, also after `take`. RuntimeError: it was cut short.
         """
         if made is not None and made.epoch is not self._epochs.progress:
             self._come_to(made.epoch)
         if made is None or self.ended:
-            if self._because is not None:
-                raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
+            if self._because is not None and not self._is_whole:
+                raise cut_short(self._because)
             self.has_stopped = True
             self.close()
             raise StopIteration
         made.epoch.deliver(made.steps, within=made.within)
+        self._is_whole = not self._endless and made.epoch.is_delivered
         self._meter.deliver(made)
 
     def fail(self) -> None:
@@ -222,7 +224,7 @@ class BatchStream:
         """End the stream: drop its batches, release its epochs. Idempotent; completes an interrupted close.
 
         Args:
-            because: its consumer gets this reason in place of a StopIteration.
+            because: its consumer gets this reason in place of a StopIteration. None: it closed this itself.
         """
         if not self.ended:
             self._because = because

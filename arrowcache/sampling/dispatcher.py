@@ -28,6 +28,7 @@ STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _BACKOFF_SECONDS = 0.2  # doubled with each retry, with jitter
 _MOST_BACKOFF_SECONDS = 30.0
+_jitter = random.SystemRandom()  # the generators with a state are the user's
 
 
 class Engine(Protocol):
@@ -191,7 +192,7 @@ class Dispatcher:
         self._is_settled |= done.settled
         if task.tries < self._retries and not done.settled:
             backoff = min(_BACKOFF_SECONDS * 2**task.tries, _MOST_BACKOFF_SECONDS)
-            due = time.monotonic() + backoff * random.uniform(0.5, 1.0)
+            due = time.monotonic() + backoff * _jitter.uniform(0.5, 1.0)
             heapq.heappush(self._waiting, (due, task.number, replace(task, tries=task.tries + 1)))
             with state.lock:
                 state.retries += 1

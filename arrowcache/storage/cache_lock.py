@@ -18,6 +18,7 @@ from arrowcache.errors import LockTimeoutError
 from arrowcache.storage.locks import LockFile, flock_holders
 
 LOCK_TIMEOUT_SECONDS = 60.0
+_jitter = random.SystemRandom()  # the generators with a state are the user's
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def _wait_for(file: LockFile, timeout_seconds: float) -> None:
                 f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
                 "continue it (kill -CONT) or end it"
             )
-        time.sleep(pause * random.uniform(0.5, 1))
+        time.sleep(pause * _jitter.uniform(0.5, 1))
         pause = min(2 * pause, 0.02)
 
 

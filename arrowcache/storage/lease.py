@@ -2,7 +2,8 @@
 
 One lease is one open file description of lease.lock with one shared lock on bytes
 [first, last], one byte a segment. It covers what lies between, too: eviction is strictly
-oldest-first, so a hole would free nothing, and scattered locks make the kernel quadratic.
+oldest-first, so a hole would free nothing, and scattered locks make the kernel quadratic. Only parts that
+were merged into another segment are let go (`give_up`): they leave wherever they are in the order.
 Taken under cache.lock, by whoever listed the folder; released oldest first or by `close()`, and
 by the kernel when the process dies.
 
@@ -72,7 +73,7 @@ class Lease:
         self._end((first, last))
 
     def give_up(self, seq: int) -> None:
-        """Unlock one segment in the middle, because it turned out unreadable."""
+        """Unlock one segment in the middle: it turned out unreadable, or another one has its rows."""
         if self.covers(seq) and self._unlock(seq, 1):
             self._given_up.add(seq)
 

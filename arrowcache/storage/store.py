@@ -46,7 +46,7 @@ from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
-from arrowcache.storage.parts import each_once
+from arrowcache.storage.parts import each_once, superseded
 from arrowcache.storage.sizing import (
     BOOKKEEPING_BYTES,
     beyond_disk,
@@ -386,6 +386,8 @@ class Store:
             return part
         if folder.sweep():
             return []
+        if self.settings.dataset is not None and (gone := self._retire_unleased(superseded(listed))[0]):
+            return [path for path, _ in gone]
         if quarantined := folder.quarantined_names():
             folder.drop_quarantined(quarantined[0])
             return []
@@ -518,11 +520,16 @@ class Store:
     def has_room(self) -> bool:
         """True if a full segment finds room without an eviction. Reads the folder and its settings.
 
+        Parts that were merged, and that nobody leases, count as free: who needs room takes them back.
         Raises: OSError, CacheFormatError: as `refresh_settings`.
         """
         self.refresh_settings()
-        room = self.settings.capacity_bytes - self.allocated_bytes(self.segments())
-        return room >= room_of_one(self.settings.segment_bytes)
+        listed, needed = self.segments(), room_of_one(self.settings.segment_bytes)
+        room = self.settings.capacity_bytes - self.allocated_bytes(listed)
+        if room < needed and self.settings.dataset is not None and (leaving := superseded(listed)):
+            leased = {segment.seq for segment in self.leased(leaving)}
+            room += sum(segment.allocated_bytes for segment in leaving if segment.seq not in leased)
+        return room >= needed
 
     # leasing and reading
 
@@ -554,7 +561,9 @@ class Store:
                 lease.close()
                 raise
         if self.settings.dataset is not None:  # one copy of each item; parts alone, where `where` wants these
-            listed = each_once(listed)
+            listed, leaving = each_once(listed), listed
+            for segment in {*leaving}.difference(listed):
+                lease.give_up(segment.seq)
         left_out_rows = sum(segment.rows for segment in left_out)
         if not listed:
             lease.close()
@@ -681,20 +690,30 @@ class Store:
             choose: returns them, of all that are listed; under cache.lock.
         Returns: those that went, and those that stay, since somebody leases them.
         """
-        retired, leased = [], []
         with self.locked():
             listed = self.segments()
             self._end_idle_leases(listed)
-            with LockFile(self.folder.lease_lock) as file:
-                for segment in reversed(choose(listed)):
-                    if file.try_range(segment.seq, 1, exclusive=True):
-                        retired.append((self.folder.retire(segment.name), segment))
-                    else:
-                        leased.append(segment)
-            self.usage.take_back(sum(segment.rows for _, segment in retired))
+            retired, leased = self._retire_unleased(choose(listed))
         for path, _ in retired:
             self.folder.remove_unlocked(path)
         return [segment for _, segment in retired], leased
+
+    def _retire_unleased(
+        self, segments: Sequence[SegmentInfo]
+    ) -> tuple[list[tuple[Path, SegmentInfo]], list[SegmentInfo]]:
+        """Move segments out of segments/, the newest first, as `_retire` does; under cache.lock.
+
+        Returns: those that went, with their new paths, and those that somebody leases.
+        """
+        retired, leased = [], []
+        with LockFile(self.folder.lease_lock) as file:
+            for segment in reversed(segments):
+                if file.try_range(segment.seq, 1, exclusive=True):
+                    retired.append((self.folder.retire(segment.name), segment))
+                else:
+                    leased.append(segment)
+        self.usage.take_back(sum(segment.rows for _, segment in retired))
+        return retired, leased
 
     def resize(self, capacity_bytes: int) -> list[SegmentInfo]:
         """Change the capacity, evicting what no longer fits; returns the segments that went.

@@ -35,7 +35,10 @@ class _Elements(Iterator[Any]):
 
     def __next__(self) -> Any:
         with _calls:
-            return next(self._elements)
+            try:
+                return next(self._elements)
+            except SystemExit:  # the interpreter's exit cut it short, which TensorFlow would log
+                raise StopIteration from None
 
 
 class _Calls:

@@ -20,7 +20,9 @@ from torch.utils.data import Sampler
 from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.lifetimes import until_exit
 from arrowcache.reading.epoch import Epochs
+from arrowcache.reading.iterator import STOPPED, cut_short
 from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
+from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.weights_file import plan_of, state_of
@@ -149,11 +151,12 @@ class EpochBatchSampler(Sampler[list[int]]):
         """End the epoch in progress: release its lease, draw no more batches. Idempotent.
 
         For a `break` out of a DataLoader whose persistent workers keep its iterator: without this, the
-        next `for` ends the epoch. The sampler can be iterated anew.
+        next `for` ends the epoch. The sampler can be iterated anew. Within an epoch some batches of which are
+        not drawn yet, its consumer gets a RuntimeError.
         """
         current = None if self._current is None else self._current()
         if current is not None:
-            current.close()
+            current.cut_short()
 
     def __repr__(self) -> str:
         options = self._options
@@ -179,7 +182,7 @@ class EpochRows(Iterator[list[int]]):
     def __init__(self, sampler: EpochBatchSampler, number: int) -> None:
         self._sampler, self._number = sampler, number
         self._owned: OwnedEpoch | None = None  # once the epoch has begun
-        self._has_stopped = False
+        self._has_stopped = self._was_cut_short = False
         self._told_before: dict[str, Any] = {}  # the state given out before the epoch began
 
     @property
@@ -188,6 +191,8 @@ class EpochRows(Iterator[list[int]]):
         return None if self._owned is None else self._owned.steps
 
     def __next__(self) -> DrawnRows:
+        if self._was_cut_short:
+            raise cut_short("its batch sampler was closed")
         if not self._has_stopped:
             rows = (self._owned or self._begin()).draw()
             if rows is not None:
@@ -218,6 +223,11 @@ class EpochRows(Iterator[list[int]]):
         if not self._has_stopped:
             self._sampler._epochs.resume(plan, "skip")
 
+    def cut_short(self) -> None:
+        """End the epoch. Its consumer gets an error, unless all its batches are drawn."""
+        self._was_cut_short |= not self._has_stopped and self._owned is not None and not self._owned.is_drawn
+        self.close()
+
     def close(self) -> None:
         self._has_stopped = True
         if self._owned is not None:
@@ -229,7 +239,10 @@ class EpochRows(Iterator[list[int]]):
 
     def _begin(self) -> OwnedEpoch:
         sampler, store = self._sampler, self._sampler._store
-        epoch = sampler._epochs.begin()
+        try:
+            epoch = sampler._epochs.begin()
+        except StopIteration as error:
+            raise RuntimeError(STOPPED) from error
         assert epoch is not None  # nothing cancels it
         try:
             self._owned = OwnedEpoch(store, epoch, sampler.batch_size, sampler._slots)

@@ -12,6 +12,7 @@ each epoch then makes the same share anew, and no more.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -64,6 +66,8 @@ _INSTEAD = {
     **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
 }
 _FILLED_AT_ONCE = 8  # items
+_FILLS = 0  # seeds of workers that fill; those of a loader's begin with another number
+_fills = itertools.count()
 _TURN_SECONDS = IDLE_SECONDS + 0.5  # in which processes that read no more end their leases
 _TRY_SECONDS = 0.05
 
@@ -392,6 +396,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         Args:
             workers: number of processes, which are forked: a script needs no main guard. 0 means this one.
+                They have random seeds of their own, as of `seeds_of_workers`.
             progress: show a bar. None shows one if stderr is a terminal.
         Blocks: until it is done, or the cache is full.
         Returns: the number of items in the cache.
@@ -409,6 +414,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             _Filling(self, missing),
             batch_size=_FILLED_AT_ONCE,
             num_workers=workers,
+            generator=seeds_of_workers(_FILLS, next(_fills)),
             collate_fn=list,
             multiprocessing_context="fork" if workers else None,
         )
@@ -465,6 +471,19 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         except (ArrowCacheError, OSError, ValueError) as error:
             parts = [str(error)]
         return Card("CachedDataset", str(self._spec.path), parts)
+
+
+def seeds_of_workers(*whose: int) -> torch.Generator:
+    """Return the generator that a DataLoader draws the seeds of its workers from.
+
+    It depends on the number last given to `torch.manual_seed`, and draws nothing from torch's own generator,
+    which is the user's: a seeded script has the same random numbers whether items are stored or made.
+
+    Args:
+        whose: tells these workers from others of this process, and of other ranks.
+    """
+    seed = np.random.SeedSequence([torch.initial_seed(), *whose]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(seed[0]) >> 1)
 
 
 class _Filling(Dataset[bool]):

@@ -23,6 +23,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import Origin
 from arrowcache.read_through.begun import Begun
 from arrowcache.reading.gather import abandon
+from arrowcache.reading.iterator import cut_short
 from arrowcache.reading.order import EpochOrder
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.portion import ReadyBatch
@@ -125,11 +126,11 @@ class CachedEpoch:
     def deliver(self, made: ReadyBatch | None) -> None:
         """Count a batch that the consumer gets now, or, with None, the end.
 
-        Raises: StopIteration: it has ended. RuntimeError: a newer one began, or a state was loaded.
+        Raises: StopIteration: it has ended. RuntimeError: it was cut short.
         """
         if made is None or self.has_ended:
-            if self._because is not None:
-                raise RuntimeError(f"this epoch ended when {self._because}: iterate anew")
+            if self._because is not None and self.delivered < self.order.steps:
+                raise cut_short(self._because)
             self.has_stopped = True
             self.close()
             raise StopIteration
@@ -149,7 +150,7 @@ class CachedEpoch:
         """End it: no more batches are made. Idempotent. Does not wait.
 
         Args:
-            because: its consumer gets this reason in place of a StopIteration.
+            because: its consumer gets this reason in place of a StopIteration. None: it closed this itself.
         """
         if not self.has_ended:
             self._because = because

@@ -7,8 +7,10 @@ has worker processes make what is missing; reading/order.py says which items a b
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch.distributed
 from arrowcache.arguments import OF_DATALOADER, face, instead
 from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
-from arrowcache.reading.iterator import EpochIterator
+from arrowcache.reading.iterator import CLOSED, LOADED, NEWER, EpochIterator
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import MOST_BATCH_ROWS, MOST_PREFETCHED, MOST_WORKERS
 from arrowcache.reading.order import EpochOrder, Shard
@@ -25,13 +27,16 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.storage.counters import CounterPage
-from arrowcache.torch.cached_dataset import CachedDataset
+from arrowcache.torch.cached_dataset import CachedDataset, seeds_of_workers
 from arrowcache.torch.cached_epoch import CachedEpoch
 from arrowcache.torch.collation import collated
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.makers import Makers
 from arrowcache.units import MOST_COUNTED, parse_count, require_function
+
+_LOADERS = 1  # seeds of the workers of loaders begin with it
+_numbers = itertools.count()  # of the loaders of this process
 
 _CLOSED = "the loader is closed: make a new one"
 _SHUFFLES = {True: "rows", "rows": "rows", False: None, None: None}
@@ -87,7 +92,9 @@ class CachedLoader(Closable):
         seed: selects the order, together with the epoch's number and the number of items.
         drop_last: leave out an incomplete last batch. Otherwise it is short, or padded with the epoch's first
             items if there are several ranks.
-        workers: number of processes that make what is missing, at most 256. 0 means this process.
+        workers: number of processes that make what is missing, at most 256. 0 means this process. Their
+            random seeds differ by worker, loader and rank, and follow from `torch.manual_seed`; their
+            generators go on from epoch to epoch. The generators of this process are left alone.
         prefetch: number of batches to begin ahead where no worker makes them. None means two to eight, as
             many as the processor's cache holds; while items come from the disk, as many as have 256 items,
             but at most 64 MiB.
@@ -141,6 +148,7 @@ class CachedLoader(Closable):
         self._shard = None if rank is None or world_size is None else _shard(rank, world_size)
         self._prefetcher = None if device is None else DevicePrefetcher((), device)
         self._makers: Makers | None = None
+        self._number = next(_numbers)
         self._meter = Meter(self._workers, self._shuffle)
         self._slots = self._new_slots()
         self._planned = self._plan_of(0)  # the next epoch, or the rest of one
@@ -159,7 +167,7 @@ class CachedLoader(Closable):
             raise ValueError(_CLOSED)
         if not self._origin.is_here:
             self._begin_in_child()
-        self._end_current("a newer one began")
+        self._end_current(NEWER)
         plan = self._planned
         if not self._is_first and not plan.position:
             try:
@@ -181,8 +189,8 @@ class CachedLoader(Closable):
         )
         self._epoch, self._planned = epoch, self._plan_of(plan.epoch + 1)
         if self._prefetcher is None:
-            return EpochIterator(epoch, None, _itself)
-        return self._prefetcher.over(Delivery(epoch, None, _itself))
+            return EpochIterator(epoch, None, self._finish)
+        return self._prefetcher.over(Delivery(epoch, None, self._finish))
 
     def repeat(self) -> Iterator[Any]:
         """Give batches without end, for step-based training: one epoch after another.
@@ -236,7 +244,7 @@ class CachedLoader(Closable):
         plan, length = Plan.from_state(state, MOST_COUNTED), len(self._train)
         if plan.stream_rows != length or len(plan.rows) != 1:
             raise ValueError(f"the state is of {plan.stream_rows} rows, and the dataset has {length} items")
-        self._end_current("a state was loaded")
+        self._end_current(LOADED)
         self._planned, self._epoch = plan, None
 
     def stats(self) -> LoaderStats:
@@ -253,10 +261,11 @@ class CachedLoader(Closable):
     def close(self) -> None:
         """End the epoch and the worker processes, which publish what they made. Idempotent.
 
+        The next `next` of an epoch whose last batch was not delivered raises RuntimeError.
         Blocks: until each worker has made the item that it is at, but some seconds at most.
         """
         self._closed = True
-        calls: list[Callable[[], object]] = [self._end_current]
+        calls: list[Callable[[], object]] = [partial(self._end_current, CLOSED)]
         if self._makers is not None:
             calls.append(self._makers.close)
         if self._prefetcher is not None:
@@ -280,6 +289,10 @@ class CachedLoader(Closable):
             f"<CachedLoader of {self._train.path}: batch_size={self._batch_size}, "
             f"shuffle={self._shuffle!r}, epoch {self._planned.epoch}>"
         )
+
+    def _finish(self, batch: Any) -> Any:
+        """Return a batch as it is. An iterator that has this method keeps its loader alive."""
+        return batch
 
     def _plan_of(self, number: int) -> Plan:
         """Return the plan of an epoch. To the order a dataset is one segment."""
@@ -305,7 +318,8 @@ class CachedLoader(Closable):
         if self._workers and (self._collate is not None or not self._train.is_complete()):
             self._train.rest()  # before they are forked: they make and publish what is missing
             if self._makers is None:
-                self._makers = Makers(self._train, self._workers, self._collate)
+                seeds = seeds_of_workers(_LOADERS, self._number, self._seed, self._shard_now().rank)
+                self._makers = Makers(self._train, self._workers, self._collate, seeds)
             return self._makers
         if self._makers is not None:
             self._makers.close()
@@ -325,7 +339,7 @@ class CachedLoader(Closable):
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
         self._slots = self._new_slots()
 
-    def _end_current(self, because: str | None = None) -> None:
+    def _end_current(self, because: str) -> None:
         epoch = self._epoch
         if epoch is None:
             return
@@ -333,10 +347,6 @@ class CachedLoader(Closable):
             self._planned, self._epoch = epoch.plan, None
             self._meter.take_back_epoch()
         epoch.close(because)
-
-
-def _itself(batch: Any) -> Any:
-    return batch
 
 
 def _shard(rank: int, world_size: int) -> Shard:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_in
 from arrowcache.arguments import face, instead
 from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
+from arrowcache.reading.iterator import STOPPED
 from arrowcache.reading.selection import INCLUDED
 from arrowcache.reading.values import Values
 from arrowcache.storage.layout import SegmentInfo
@@ -171,7 +172,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
             result = self._transform(rows.read(self._names, self._store))
             return tensors_of(result, self._store.settings.schema)
         except StopIteration as error:
-            raise RuntimeError("the transform raised StopIteration, which would end the epoch") from error
+            raise RuntimeError(STOPPED) from error
         finally:
             snapshots.delivered(*rows.arrival)  # a worker cannot tell
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from arrowcache.reading.iterator import Stream
+from arrowcache.reading.iterator import Stream, next_of
 from arrowcache.reading.portion import ReadyBatch
 
 
@@ -26,8 +26,7 @@ class Delivery:
 
     def next(self) -> tuple[Any, ReadyBatch]:
         """Raises: LoaderTimeoutError. The error of a transform."""
-        with self._stream.waiting():
-            made: Any = self._stream.take(self._timeout_seconds)
+        made: Any = next_of(self._stream, self._timeout_seconds)
         if made is None:
             raise StopIteration
         return self._finish(made.batch), made._replace(batch={})
@@ -38,9 +37,9 @@ class Delivery:
     def deliver(self, receipt: ReadyBatch | None) -> None:
         self._stream.deliver(receipt)
 
-    def close(self, error: type[BaseException] | None) -> None:
+    def close(self, error: type[BaseException] | None, because: str | None = None) -> None:
         if error is None:
-            self._stream.close()
+            self._stream.close(because)
         elif error is GeneratorExit:
             self._stream.drop()
         else:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arguments import face
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
+from arrowcache.reading.iterator import NEWER, cut_short
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.deferred import defer, let_go, tidy
 from arrowcache.torch.iteration import BatchSource, DeliveryCounts, Iteration
@@ -34,6 +35,7 @@ Device = str | int | torch.device
 CLOSE_SECONDS = 5.0  # longest wait of `close` for a device
 _MOST_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
+_CLOSING = "the prefetcher was closed"
 _FORKED = "this prefetcher", "make a new one here"
 
 _open: weakref.WeakSet[DevicePrefetcher] = weakref.WeakSet()
@@ -182,7 +184,7 @@ class DevicePrefetcher(Closable):
         self._closed = True
         _open.discard(self)
         iteration = self._iteration()
-        calls: list[Callable[[], None]] = [] if iteration is None else [iteration.close]
+        calls: list[Callable[[], None]] = [] if iteration is None else [partial(iteration.close, _CLOSING)]
         if self.is_inherited() or not self._lock.take():
             call_all(calls)
             return
@@ -218,7 +220,7 @@ class DevicePrefetcher(Closable):
             raise ValueError(_CLOSED)
         self._lanes[0].origin.require(*_FORKED)
         if (iteration := self._iteration()) is not None:
-            iteration.close("a newer one began")
+            iteration.close(NEWER)
 
     @until_exit
     def __del__(self) -> None:
@@ -242,18 +244,30 @@ class _Iterator:
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         self._iterator, self._is_ours = iterator, is_ours
+        self._is_over, self._ahead = False, 0  # all batches were taken; those that are not delivered
+        self._because: str | None = None
         self._origin = Origin()
 
-    def next(self) -> tuple[Any, None]:
-        return next(self._iterator), None
+    def next(self) -> tuple[Any, bool]:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._is_over = True
+            raise
+        self._ahead += 1
+        return batch, True
 
     def is_ready(self) -> bool:
         return True  # it cannot be asked
 
-    def deliver(self, receipt: None) -> None:
-        pass
+    def deliver(self, receipt: bool | None) -> None:
+        if receipt:
+            self._ahead -= 1
+        elif self._because is not None and not (self._is_over and not self._ahead):
+            raise cut_short(self._because, "iteration")
 
-    def close(self, error: type[BaseException] | None) -> None:  # noqa: ARG002
+    def close(self, error: type[BaseException] | None, because: str | None = None) -> None:  # noqa: ARG002
+        self._because = self._because or because
         iterator, self._iterator = self._iterator, iter(())
         if self._is_ours and self._origin.is_here and callable(end := getattr(iterator, "close", None)):
             end()

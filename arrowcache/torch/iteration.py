@@ -32,14 +32,18 @@ class BatchSource(Protocol):
         """True if `next` would not wait, as far as is known."""
 
     def deliver(self, receipt: Any) -> None:
-        """Count the batch of a receipt as delivered, or, with None, the end. Raises: the consumer's error."""
+        """Count the batch of a receipt as delivered, or, with None, the end.
 
-    def close(self, error: type[BaseException] | None) -> None:
+        Raises: the consumer's error, such as that of a source that was cut short.
+        """
+
+    def close(self, error: type[BaseException] | None, because: str | None = None) -> None:
         """End the source. Idempotent.
 
         Args:
             error: the error that its consumer gets in place of a batch. GeneratorExit: the consumer is gone.
-                None: the consumer saw the end, or closed this.
+                None: the consumer saw the end, or somebody closed this.
+            because: why it is cut short, which `deliver(None)` then raises. None: it is not.
         """
 
 
@@ -87,9 +91,9 @@ class Iteration(Iterator[Any]):
 
         Blocks: until the source has made the batch and its copy was begun; not for the copy itself. If no
             copy is in flight, and the device still works on earlier copies, until they are over.
-        Raises: StopIteration. Errors of the source. OutOfMemoryError. RuntimeError: a newer iteration ended
-            this one. The iteration has ended after any of these. RuntimeError: a graph is captured, or
-            another thread takes a batch: it can go on then.
+        Raises: StopIteration. Errors of the source. OutOfMemoryError. RuntimeError: a newer iteration, or
+            `close` of the prefetcher or its loader, ended this one. The iteration has ended after any of
+            these. RuntimeError: a graph is captured, or another thread takes a batch: it can go on then.
         """
         return self._alone(self._step)
 
@@ -99,7 +103,7 @@ class Iteration(Iterator[Any]):
         Calls no device: any thread may call it, and the garbage collector.
 
         Args:
-            because: its consumer gets this reason in place of a StopIteration.
+            because: its consumer gets this reason in place of a StopIteration. None: it closed this itself.
         Raises: errors of the source's `close`.
         """
         if not self._course.has_ended:
@@ -161,7 +165,7 @@ class Iteration(Iterator[Any]):
             del error  # its traceback has this frame
         self._course.has_ended = True
         if self._because is not None:
-            raise RuntimeError(f"this iteration ended when {self._because}: iterate anew")
+            self._source.close(None, self._because)
         self._source.deliver(None)
         raise StopIteration
 
@@ -170,7 +174,7 @@ class Iteration(Iterator[Any]):
             keep(self._fetched, [*self._flights])
         self._fetched = self._error = None
         self._flights.clear()
-        self._source.close(error)
+        self._source.close(error, self._because)
 
     def _fill(self, target: int) -> None:
         """Fill the flights up to `target`, as far as the device and the source are ready."""

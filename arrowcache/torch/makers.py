@@ -22,6 +22,7 @@ from multiprocessing.sharedctypes import RawValue
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
@@ -144,13 +145,16 @@ class Makers:
     Args:
         workers: number of processes; at least 1.
         collate: as of `made_batch`.
+        seeds: the processes' random seeds are drawn from it, whenever they are started.
     """
 
-    def __init__(self, train: CachedDataset, workers: int, collate: Collate | None) -> None:
+    def __init__(
+        self, train: CachedDataset, workers: int, collate: Collate | None, seeds: torch.Generator
+    ) -> None:
         self._wanted = RawValue("q", 0)
         self._requests = _Requests(workers)
         self._making = _Making(train, collate, self._wanted)
-        self._workers = workers
+        self._workers, self._seeds = workers, seeds
         self._loader: DataLoader[Any] | None = None
         self._answers: Iterator[Any] = iter(())
         self._batches: Batches = lambda _: iter(())
@@ -184,6 +188,7 @@ class Makers:
                     self._making,
                     batch_sampler=self._requests,  # type: ignore[arg-type]  # of requests
                     num_workers=self._workers,
+                    generator=self._seeds,
                     collate_fn=_as_it_is,
                     persistent_workers=True,
                     worker_init_fn=ParentWatch(),

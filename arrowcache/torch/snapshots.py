@@ -152,6 +152,11 @@ class OwnedEpoch:
     def steps(self) -> int | None:
         return None if self._is_closed else self._epoch.order.steps
 
+    @property
+    def is_drawn(self) -> bool:
+        """True if all batches are drawn; some may be on their way."""
+        return self._sent == self._epoch.order.steps
+
     def rest(self) -> Plan:
         return self._epoch.order.rest(self._sent)
 
@@ -206,7 +211,7 @@ class OwnedEpoch:
         if step in self._pending:
             self._pending.discard(step)
             self._epoch.deliver(step=min(list(self._pending), default=step))
-        if self._sent == self._epoch.order.steps and not self._pending:
+        if self.is_drawn and not self._pending:
             self.close()
 
     def close(self, *, is_stale: bool = False) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import datetime as dt
 import io
 import json
 import os
 import pickle
+import random
 import shutil
 import signal
 import textwrap
@@ -30,7 +32,7 @@ from arrowcache.explore.board import Board
 from arrowcache.read_through import outbox, trouble
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
-from arrowcache.torch import CachedDataset, cached
+from arrowcache.torch import CachedDataset, Loader, cached
 
 
 def epoch(train, **options) -> None:
@@ -707,6 +709,68 @@ def test_fill_ends_where_no_more_fits(path, log, workers):
     with cached(Large(200, log), path, capacity="8MiB") as train:
         assert 40 <= train.fill(workers) < 64
     assert sum(made(log).values()) < 130
+
+
+def states() -> tuple[bytes, bytes, object]:
+    """Of the random generators that belong to the user."""
+    of_numpy = pickle.dumps(np.random.get_state())  # noqa: NPY002  # as users have it
+    return torch.get_rng_state().numpy().tobytes(), of_numpy, random.getstate()
+
+
+@pytest.mark.parametrize("way", [0, 2, "epoch", "epoch of workers", "device", "one", "many", "turned over"])
+def test_making_items_draws_from_no_generator_of_the_user(path, way):
+    with cached(Numbers(30), path, capacity="16MiB", replace=0.5) as train:
+        before = states()
+        if way in (0, 2):
+            train.fill(way, progress=False)
+        elif way == "one":
+            train[3], train[-4]
+        elif way == "many":
+            train.__getitems__([4, 5, 6])
+        elif way == "turned over":
+            train.turn_over()
+        else:
+            options = {"device": "cpu"} if way == "device" else {}
+            with Loader(train, 8, workers=2 if way == "epoch of workers" else 0, **options) as loader:
+                for _ in range(2):
+                    list(loader)
+                    loader.load_state_dict(loader.state_dict())
+        assert states() == before
+
+
+SEEDED = """
+    import sys, random
+    import numpy as np, torch
+    from arrowcache.torch import Loader, cached
+    from datasets_of_items import Numbers
+    from torch.utils.data import get_worker_info
+
+    def transform(item):
+        drawn = [torch.randint(2**30, ()).item(), int(np.random.randint(2**30)), random.randrange(2**30)]
+        return get_worker_info().id, drawn
+
+    torch.manual_seed(int(sys.argv[2]))
+    train = cached(Numbers(12), sys.argv[1], capacity="16MiB", transform=transform)
+    for loader in Loader(train, 2, workers=2, collate_fn=list), Loader(train, 2, workers=2, collate_fn=list):
+        with loader:
+            print([item for _ in range(2) for batch in loader for item in batch])
+    train.fill(2, progress=False)
+    print(torch.rand(3).tolist())
+"""
+
+
+def test_a_seeded_script_has_the_same_numbers_whether_items_are_stored_or_made(path):
+    """Also in its workers, each of which has others, in each epoch and loader."""
+    lines = []
+    for run, seed in enumerate([3, 3, 4]):
+        with Script(SEEDED, path, seed) as script:
+            lines.append([ast.literal_eval(script.line()) for _ in range(3)])
+            assert script.end() == (0, ""), run
+    made, stored, other = lines
+    assert made == stored
+    drawn = [number for epochs in made[:2] + other[:2] for _, numbers in epochs for number in numbers]
+    assert len(set(drawn)) == len(drawn) == 4 * 24 * 3
+    assert {worker for worker, _ in made[0]} == {0, 1}
 
 
 NO_GUARD = """

@@ -250,6 +250,45 @@ def test_a_newer_epoch_ends_the_one_before_with_an_error(train):
         next(older)
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["there", "made"])
+@pytest.mark.parametrize("options", [{}, {"workers": 0}, {"device": "cpu"}, {"collate_fn": len}])
+def test_an_epoch_whose_dataset_was_closed_is_an_error_or_whole(path, there, options):
+    with cached(Numbers(LENGTH), path, capacity="64MiB") as train:
+        if there:
+            train.fill(workers=0, progress=False)
+        loader = Loader(train, 5, **options)
+        epoch = iter(loader)
+        count = 1
+        next(epoch)
+        train.close()
+        try:
+            count += len([*epoch])
+        except ValueError as error:
+            assert "the dataset is closed" in str(error)  # noqa: PT017  # or none
+        else:
+            assert count == len(loader)
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("where", ["item", "transform", "collate_fn"])
+def test_a_stop_iteration_of_a_function_is_an_error_and_no_end(path, where, workers):
+    def stop(value):
+        raise StopIteration("the stream is over")
+
+    class Stops(Numbers):
+        def __getitem__(self, index):
+            return stop(index) if where == "item" and index > 20 else super().__getitem__(index)
+
+    transform = {"transform": stop} if where == "transform" else {}
+    collate = {"collate_fn": stop} if where == "collate_fn" else {}
+    with cached(Stops(LENGTH), path, capacity="64MiB", **transform) as train:
+        with pytest.raises(RuntimeError, match=r"StopIteration|the stream is over"):
+            list(Loader(train, 5, workers=workers, **collate))
+        with pytest.raises(RuntimeError, match=r"StopIteration|the stream is over"):
+            list(Loader(train, 5, workers=workers, device="cpu", **collate))
+
+
 def test_an_epoch_nobody_asked_is_begun_again(train):
     loader = Loader(train, 10)
     iter(loader)

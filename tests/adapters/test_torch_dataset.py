@@ -439,6 +439,24 @@ def test_workers_whose_process_is_killed_while_they_start_end_too(cache):
 def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_as_if_complete(cache, workers):
     with pytest.raises(RuntimeError, match="transform raised StopIteration"):
         list(dataloader(cache, 16, workers, transform=lambda batch: next(iter(()))))
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(iter(dataloader(cache, 16, workers, where=lambda segment: next(iter(())))))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_is_closed_within_an_epoch_raises_in_its_consumer(cache, workers):
+    loader = dataloader(cache, 4, workers)
+    epoch = iter(loader)
+    next(epoch)
+    loader.batch_sampler.close()
+    with pytest.raises(RuntimeError, match="its batch sampler was closed"):
+        list(epoch)
+    assert len([*loader]) == 40
+    epoch = iter(loader)
+    for _ in range(40):
+        next(epoch)
+    loader.batch_sampler.close()
+    assert [*epoch] == []
 
 
 @pytest.mark.slow

@@ -93,6 +93,54 @@ for number in range(exits):
     print(number, flush=True)
 """
 
+#: A daemon thread is in an epoch as the interpreter exits.
+CONSUMED = """
+import sys, threading
+import numpy as np
+import arrowcache as ac
+from arrowcache.torch import Loader, cached, dataloader
+from torch.utils.data import Dataset
+
+class Items(Dataset):
+    def __len__(self): return 4096
+    def __getitem__(self, index): return {"id": index}
+
+path, face = sys.argv[1:]
+train = cached(Items(), path + "-items", capacity="64MiB")
+batches = {
+    "numpy": lambda: ac.Loader(path, 1),
+    "repeat": lambda: ac.Loader(path, 1).repeat(),
+    "device": lambda: Loader(path, 1, device="cpu"),
+    "items": lambda: Loader(train, 1, workers=0),
+    "items on a device": lambda: Loader(train, 1, workers=0, device="cpu"),
+}[face]()
+begun = threading.Event()
+
+def consume():
+    try:
+        for batch in batches:
+            begun.set()
+        print("an epoch that looked whole", flush=True)
+    except Exception:
+        print("an error that a daemon thread would print", flush=True)
+        raise
+
+threading.Thread(target=consume, daemon=True).start()
+begun.wait()
+print("exits", flush=True)
+"""
+
+
+@pytest.mark.parametrize("face", ["numpy", "repeat", "device", "items", "items on a device"])
+def test_an_exit_within_an_epoch_of_a_daemon_thread_shows_no_end_and_no_error(tmp_path, face):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    cache = ac.Cache.create(tmp_path / "cache", ac.Schema({"id": ac.Tensor("int64")}), "64MiB", "4MiB")
+    with cache.writer() as writer:
+        writer.extend(id=np.arange(200_000))
+    with Script(CONSUMED, cache.path, face) as script:
+        assert script.line() == "exits"
+        assert script.end() == (0, "")
+
 
 @pytest.mark.slow
 def test_interpreters_that_end_with_jobs_on_their_way_neither_crash_nor_hang(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ _ABSENT = {"NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "NOT_FOUND", "
 _SETTLED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
+def _fraction() -> float:
+    """Return a number in [0, 1) without the generators of `random`, whose state is the user's."""
+    return random.SystemRandom().random()
+
+
 @dataclass(frozen=True, slots=True)
 class Retries:
     """The number and the delays of repeated reads.
@@ -50,7 +55,7 @@ class Retries:
     first_seconds: float = 0.25
     most_seconds: float = 10.0
     sleep: Callable[[float], None] = time.sleep
-    jitter: Callable[[], float] = random.random
+    jitter: Callable[[], float] = _fraction
 
     def __post_init__(self) -> None:
         parse_count(self.count, "retries", least=0, most=1000)

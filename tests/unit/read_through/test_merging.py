@@ -15,10 +15,14 @@ from processes import Child
 
 import arrowcache as ac
 from arrowcache.arrow.schema import Schema
+from arrowcache.read_through import outbox
 from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
+from arrowcache.read_through.reader import ReadThrough
+from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.claims import MERGING, the_only_one
 from arrowcache.storage.layout import CachedItems
+from arrowcache.storage.parts import superseded
 from arrowcache.storage.recovery import create_store, open_store
 from arrowcache.storage.sizing import settings_of
 
@@ -34,6 +38,7 @@ SCHEMA = Schema(
     }
 )
 SEGMENT, LENGTH = 64 * KIB, 200
+FULL = [60 + number % 140 for number in range(600)]  # of a segment and some more
 
 
 def row(index):
@@ -252,9 +257,6 @@ def test_places_are_not_looked_up_again_while_merged_parts_stay(store):
 
 
 def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
-    from arrowcache.read_through.reader import ReadThrough
-    from arrowcache.read_through.trouble import Trouble
-
     store = make_store(tmp_path / "cache")
     reader = ReadThrough(store, [name for name in SCHEMA if name != INDEX], Trouble())
     for index in range(40):
@@ -267,3 +269,103 @@ def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
     reader.close()
     check(store, 40)
     assert len(names(store)) < 9
+
+
+# parts that somebody leased as they were merged
+
+
+def parts_of(store):
+    return superseded(store.segments())
+
+
+@pytest.fixture
+def leased(tmp_path):
+    """A store with a full segment, parts merged into another one, and the snapshot that leases them."""
+    store = make_store(tmp_path / "cache")
+    publish(store, FULL)  # the oldest: each later lease reaches over the parts
+    for first in range(0, 60, 5):
+        publish(store, range(first, first + 5))
+    snapshot = ac.Cache(store).snapshot()
+    merge_all(store)
+    assert len(parts_of(store)) == 12
+    yield store, snapshot
+    snapshot.close()
+
+
+def reader_of(path):
+    store = open_store(path, check="structure")
+    return ReadThrough(store, [name for name in SCHEMA if name != INDEX], Trouble())
+
+
+def test_a_snapshot_does_not_lease_merged_parts_that_lie_between_its_segments(leased):
+    store, before = leased
+    now = ac.Cache(store).snapshot()
+    assert now.segments[0].seq < parts_of(store)[0].seq < now.segments[-1].seq
+    assert not store.take_back(superseded)[0], "the one before leases them"
+    before.close()
+    assert len(store.take_back(superseded)[0]) == 12
+    assert sorted({*now.gather(np.arange(len(now)))[INDEX].tolist()} & {*range(60)}) == [*range(60)]
+    now.close()
+
+
+@pytest.mark.parametrize("who", ["asks", "is idle", "rests", "closes", "opens"])
+def test_parts_leave_after_their_last_lease_though_nobody_publishes(leased, who, monkeypatch):
+    monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
+    store, before = leased
+    reader = reader_of(store.folder.path)
+    assert len(reader.find(np.arange(60)).positions) == 60
+    before.close()
+    if who == "asks":
+        wait_until(lambda: [reader.find(np.arange(60)), not parts_of(store)][-1], "the parts to leave")
+    elif who == "is idle":
+        wait_until(lambda: not parts_of(store), "the parts to leave")
+    elif who == "opens":
+        other = reader_of(store.folder.path)
+        other.rest()
+        other.close()
+    else:
+        reader.rest() if who == "rests" else reader.close()
+    assert not parts_of(store)
+    reader.close()
+
+
+def test_a_reader_that_finds_all_it_wants_lets_go_of_parts_that_others_merged(tmp_path, monkeypatch):
+    """It never looked for newer segments, and leased the parts for all of a training."""
+    monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
+    store = make_store(tmp_path / "cache")
+    publish(store, FULL)
+    for first in range(0, 60, 5):
+        publish(store, range(first, first + 5))
+    readers = [reader_of(store.folder.path) for _ in range(2)]
+
+    def read():
+        for reader in readers:
+            assert len(reader.find(np.arange(60)).positions) == 60
+
+    read()
+    merge_all(store)
+    assert len(parts_of(store)) == 12
+    wait_until(lambda: [read(), not parts_of(store)][-1], "the parts to leave")
+    for reader in readers:
+        reader.close()
+
+
+def test_who_needs_room_takes_merged_parts_back_first(tmp_path):
+    """A full cache counted parts and their copies, and stored nothing more."""
+    store = make_store(tmp_path / "cache", 700 * KIB)
+    for first in range(0, LENGTH, 5):
+        publish(store, range(first, first + 5))
+    before = ac.Cache(store).snapshot()
+    merge_all(store)
+    with suppress(ac.CacheFullError):
+        while True:
+            publish(store, FULL)
+    assert parts_of(store)
+    assert not store.has_room()
+    before.close()
+    assert store.has_room()
+    quarantined = store.stats().quarantined
+    publish(store, FULL)
+    assert not parts_of(store)
+    assert store.stats().quarantined == quarantined
+    check(store)

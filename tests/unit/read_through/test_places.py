@@ -7,7 +7,9 @@ import pytest
 from helpers import flip_byte, make_cache, segment_files
 
 import arrowcache as ac
+from arrowcache.read_through import places as places_module
 from arrowcache.read_through.places import Places
+from arrowcache.reading.snapshot import Snapshot
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float64"), "_index": ac.Tensor("int64")})
 
@@ -119,6 +121,63 @@ def test_after_a_failure_to_read_new_segments_their_items_are_found(cache, place
     monkeypatch.undo()
     places.refresh()
     assert read(places, 1, 2, 3) == [None, None, 3]
+
+
+class Plain:
+    """What `Places` shows, computed from all segments anew."""
+
+    def __init__(self, cache):
+        self.rows = {}
+        with cache.snapshot() as snapshot:
+            for row, index in enumerate(snapshot.gather(range(len(snapshot)))["_index"].tolist()):
+                self.rows.setdefault(index, row)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_places_are_those_of_all_segments_however_they_come_and_go(cache, places, seed, monkeypatch):
+    """Copies, numbers of no item, segments that leave in the middle, one at a time and many."""
+    monkeypatch.setattr(places_module, "_MOST_LEFT", 3 * (seed % 3))  # renumbered soon, or late
+    rng = np.random.default_rng(seed)
+    for step in range(60):
+        for _ in range(rng.integers(0, 3)):
+            publish(cache, *rng.integers(-1, 40, rng.integers(1, 6)).tolist(), of=step / 64)
+        if rng.random() < 0.5:
+            places.release()
+            if rng.random() < 0.5:
+                cache.store.take_back(lambda listed: [each for each in listed if rng.random() < 0.3])
+            elif rng.random() < 0.3:
+                cache.evict(1 if rng.random() < 0.8 else "1MB")
+        places.refresh()
+        rows = Plain(cache).rows
+        wanted = [rows.get(index, -1) for index in range(100)]
+        assert places.rows_of(np.arange(100)).tolist() == wanted, step
+        assert places.count == 100 - wanted.count(-1)
+    assert len(places._seqs) <= 2 * cache.stats().segments + 3 * (seed % 3) + 3
+
+
+def test_a_segment_is_read_once_whatever_leaves(cache, places, monkeypatch):
+    read_rows = []
+    gather = Snapshot.gather
+
+    def counted(snapshot, ids, *rest):
+        read_rows.append(len(ids))
+        return gather(snapshot, ids, *rest)
+
+    monkeypatch.setattr(Snapshot, "gather", counted)
+    for first in range(0, 80, 4):
+        publish(cache, *range(first, first + 4))
+    places.refresh()
+    assert sum(read_rows) == 80
+    places.release()
+    cache.evict(1)
+    places.refresh()
+    publish(cache, 0, 1)
+    places.refresh()
+    places.release()
+    cache.store.take_back(lambda listed: listed[5:8])
+    places.refresh()
+    assert sum(read_rows) == 82
+    assert places.count == 80 - 4 + 2 - 12
 
 
 def test_ctrl_c_while_segments_leave_shows_no_item_for_another(cache, places, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +127,12 @@ def test_what_a_worker_process_hangs_in_is_seen_while_it_does(cache):
         threading.Event().wait()
 
     with Loader(cache, 16, transform=hang, workers=1, timeout=None) as loader:
-        consumer = threading.Thread(target=list, args=[loader], daemon=True)
+
+        def consume():
+            with suppress(RuntimeError):  # the loader was closed
+                list(loader)
+
+        consumer = threading.Thread(target=consume, daemon=True)
         consumer.start()
         wait_until(lambda: readouts(cache) and readout(cache).took["transform"] > 0.1, "the hang")
         loader.close()

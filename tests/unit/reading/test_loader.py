@@ -61,12 +61,14 @@ def test_an_exception_of_where_arrives_and_leaves_no_lease(cache):
         ("iter", "this epoch ended when a newer one began: iterate anew"),
         ("load", "this epoch ended when a state was loaded: iterate anew"),
         ("close", "the end"),
-        ("loader", "the end"),
+        (
+            "loader",
+            "this epoch ended when the loader was closed, before its last batch: "  # noqa: ISC004
+            "leave the loop first, or close after it",
+        ),
     ],
 )
-def test_a_consumer_that_waits_learns_that_its_epoch_was_cut_short_but_not_that_it_was_closed(
-    cache, how, found
-):
+def test_a_consumer_that_waits_learns_that_its_epoch_was_cut_short(cache, how, found):
     in_transform, go_on, results = threading.Event(), threading.Event(), []
 
     def transform(batch):

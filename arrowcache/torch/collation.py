@@ -75,16 +75,13 @@ def _batch_of_node(node: Node, children: list[Any], first: Callable[[], Any]) ->
     if not issubclass(node.type, Mapping):
         return made_of(node, children)
     own = dict(zip(node.keys[: node.own], children, strict=False))
-    return own if node.type is dict else _updated(first(), own)
-
-
-def _updated(item: Any, own: dict[Any, Any]) -> Any:
-    """Return a mapping of an item with the batches of its values in their place."""
-    held = dict(zip(own, parts_of(item), strict=False))
-    if [*item] != [*held] or any(item[key] is not held[key] for key in held):
+    if node.type is dict:
+        return own
+    item = first()
+    if not _shows_what_it_holds(node, parts_of(item)):
         raise SchemaError(
-            f"{with_article(type(item).__name__)} shows other values than it holds, so that its columns make "
-            "no batch: pass collate_fn=torch.utils.data.default_collate"
+            f"{with_article(node.type.__name__)} shows other values than it holds, so that columns make no "
+            "batch: pass collate_fn=torch.utils.data.default_collate"
         )
     changed = copy.copy(item)
     try:
@@ -95,6 +92,16 @@ def _updated(item: Any, own: dict[Any, Any]) -> Any:
         for key, value in own.items():
             changed[key] = value
     return changed
+
+
+def _shows_what_it_holds(node: Node, parts: Sequence[Any]) -> bool:
+    """True if a mapping's own code gives the values that are in it, whatever they are."""
+    own = {key: object() for key in node.keys[: node.own]}
+    try:
+        shown = made_of(node, [*own.values(), *parts[node.own :]])
+        return [*shown] == [*own] and all(shown[key] is value for key, value in own.items())
+    except Exception:  # noqa: BLE001  # it does something to them
+        return False
 
 
 def _is_text(part: Part) -> bool:

@@ -156,21 +156,24 @@ def _exif_beside(image: Any) -> Any:
     plain: Any = Image()
     plain.info = dict(image.info)
     try:
-        of_info = _coded_exif(plain.getexif())
+        of_info = _contents_of(plain.getexif())
     except Exception:  # noqa: BLE001  # info has what nobody can read: neither can who gets the copy
         return None
-    coded = _coded_exif(image.getexif())
-    return None if coded == of_info else coded
+    coded = _coded(_contents_of(image.getexif()))
+    return None if coded == _coded(of_info) else coded
 
 
-def _coded_exif(exif: Any) -> Any:
+def _contents_of(exif: Any) -> list[Any]:
+    """Return the byte order of EXIF, its tags, and those of each group in it."""
     from PIL.ExifTags import IFD
 
     inner = {*getattr(exif, "_ifds", ()), *(int(each) for each in IFD if type(exif.get(each)) is int)}
-    groups = [
-        (each, dict(exif.get_ifd(each))) for each in sorted(inner)
-    ]  # asked for others, it has them then
-    return _coded([exif.endian, sorted(exif.items()), groups])
+    groups = [[int(each), _tags(exif.get_ifd(each))] for each in sorted(inner)]
+    return [exif.endian, _tags(exif), groups]
+
+
+def _tags(tags: Any) -> dict[int, Any]:
+    return {int(tag): tags[tag] for tag in sorted(tags)}  # Pillow's enums are ints, too
 
 
 class _UncodableError(Exception):

@@ -275,7 +275,8 @@ def _timestamps(name: str, value: Any) -> NDArray[Any]:
             "write .astype('datetime64[us]') if that is meant"
         )
     exact = array.astype("datetime64[us]", copy=False)
-    if not np.array_equal(exact.astype(array.dtype), array, equal_nan=True):  # it wrapped around
+    is_same = exact is array or np.array_equal(exact.astype(array.dtype), array, equal_nan=True)
+    if not is_same:  # it wrapped around
         raise SchemaError(
             f"field {name!r}: {_describe(value)} is outside what datetime64[us] holds: give its number, "
             "such as value.astype('int64')"

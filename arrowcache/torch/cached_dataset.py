@@ -496,15 +496,32 @@ def cached(
     item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first
     item is made here: it shows the columns.
 
+    An item comes back as it was made, or is refused with what to give in its place. So a subclass of what is
+    named below is refused, unless named itself. What is not quite as it was:
+    - values that share memory, or are one object, come back apart, but for an attribute that is a value
+      beside it; each owns its memory, which may be written to, on the CPU and neither shared nor pinned;
+    - dimensions lie in memory as those of the first item (channels_last, Fortran's order), without gaps; an
+      item whose dimensions lie otherwise is refused. Conjugates are resolved;
+    - a tensor that requires a gradient, or has one, is refused;
+    - keys of a dict come in the order of the first item. An OrderedDict of another order is refused;
+    - an image has its pixels, info and EXIF; its format and its file's class with all attributes go, so that
+      files of several formats are alike. Files of several frames are refused, but of an MPO, as phones write
+      it, the picture shown is stored;
+    - classes are those of this process' first item.
+
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
             text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
-            dataclass of such, nested at will; all of one form, of the same classes and dtypes, and no None.
+            dataclass of such, nested at will, or a mapping that derives from dict or UserDict, as
+            OrderedDict, defaultdict, Counter, BatchEncoding and ModelOutput do; objects with all their
+            attributes. All items are of one form, of the same keys, classes and dtypes. Only attributes may
+            be None, in all items.
         path: the cache's folder, new or of this dataset, on a local disk.
         capacity: the budget in bytes for everything in the folder. Once it is full, the other items are made
             at each access. Another capacity than before resizes the cache.
         version: name of the present content of the dataset. Change it when the dataset makes other items.
-        columns: keys of a dict, or positions in a tuple or list, to keep of each item. None means all.
+        columns: keys of a mapping, or positions in a tuple or list, to keep of each item. None means all. Of
+            any mapping, a dict is kept.
         transform: called with each item, in the process that asks for it.
         schema: types of leaves by name, such as {"tokens": Ragged("int64")}, of values whose length differs.
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.

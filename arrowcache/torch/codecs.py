@@ -102,6 +102,8 @@ class ExactForm(ItemForm):
     def is_like(self, found: Leaf, first: Leaf, value: Any) -> bool:
         if first.type is list and is_empty_list(value):
             return True
+        if found == first:
+            return True
         return found._replace(order=first.order) == first and lies_in(first.order, found.order, value)
 
     def items(self, columns: Mapping[str, ColumnData]) -> list[Any]:

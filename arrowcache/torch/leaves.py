@@ -13,6 +13,7 @@ import datetime as dt
 import decimal
 import enum
 import fractions
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,52 +39,76 @@ _KINDS_OF_NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 def leaf_of(name: str, value: Any) -> Leaf:
     """Describe a leaf. Raises: SchemaError: it has more to it than a column keeps."""
     kind = type(value)
-    leaf = Leaf(name, kind)
     if kind is torch.Tensor:
-        if found := _more_of_tensor(value):
-            what, instead = found
-            raise refusal(repr(name), f"{leaf._replace(dtype=value.dtype)} {what}", instead)
-        leaf = leaf._replace(dtype=value.dtype)
-        instead = "tensor.to(torch.complex64)" if value.is_complex() else "tensor.float()"
-        _require_numbers(leaf, value.shape, instead)
-        return leaf._replace(order=_order_of(value))
-    if kind is np.ndarray or (isinstance(value, np.generic) and value.dtype.type is kind):
-        if kind in (np.str_, np.bytes_):
-            return leaf
-        instead = _instead_of_dtype(value.dtype)
-        if kind is np.ndarray and value.dtype.kind == "M":
-            instead = "value.astype('datetime64[us]').astype('int64')"
-        if instead:
-            raise refusal(repr(name), f"{leaf._replace(dtype=value.dtype)}", instead)
-        leaf = leaf._replace(dtype=value.dtype)
-        if value.dtype.kind != "M":
-            _require_numbers(leaf, value.shape, "value.astype('float32')")
-        return leaf._replace(order=_order_of(value) if kind is np.ndarray else ())
+        return _tensor(name, value)
+    if kind is np.ndarray:
+        return _array(name, value)
+    if isinstance(value, np.generic) and value.dtype.type is kind:
+        return Leaf(name, kind) if kind in (np.str_, np.bytes_) else _array(name, value)
     if kind is list:
-        classes = sorted(_classes(value))
-        return leaf._replace(detail=f"of {' and '.join(classes)}")
-    if kind is dt.datetime and (value.tzinfo is not None or value.fold):
-        if value.tzinfo is None:
-            raise refusal(repr(name), f"{leaf} with a fold", "value.replace(fold=0)")
-        raise refusal(
-            repr(name), f"{leaf} with a time zone", "value.astimezone(timezone.utc).replace(tzinfo=None)"
-        )
+        return Leaf(name, list, detail=f"of {' and '.join(sorted(_classes(value)))}")
+    if kind is dt.datetime:
+        return _moment(name, value)
     if kind is int and not -(2**63) <= value < 2**64:
-        raise refusal(repr(name), f"{leaf} of more than 64 bits", "str(value)")
+        raise refusal(repr(name), "an int of more than 64 bits", "str(value)")
     if kind in PLAIN:
-        return leaf
+        return Leaf(name, kind)
     raise _unknown(name, value)
 
 
-def _require_numbers(leaf: Leaf, shape: Sequence[int], instead: str) -> None:
-    """Raises: SchemaError: an array or a tensor has a dtype that no column has, or an inner length of 0."""
-    if getattr(leaf.dtype, "name", str(leaf.dtype).removeprefix("torch.")) not in DTYPES:
-        raise refusal(repr(leaf.name), str(leaf), instead)
+def _tensor(name: str, tensor: torch.Tensor) -> Leaf:
+    leaf = Leaf(name, torch.Tensor, "", tensor.dtype)
+    what, instead = _more_of_tensor(tensor) or ("", "")
+    if not what and not _name_of(tensor.dtype):
+        instead = "tensor.to(torch.complex64)" if tensor.is_complex() else "tensor.float()"
+    if instead:
+        raise refusal(repr(name), f"{leaf} {what}".rstrip(), instead)
+    if 0 in tensor.shape:
+        _require_inner_lengths(leaf, tensor.shape)
+    order = _order_of(tensor)
+    return leaf._replace(order=order) if order else leaf
+
+
+def _array(name: str, array: Any) -> Leaf:
+    leaf = Leaf(name, type(array), "", array.dtype)
+    if array.dtype.metadata:
+        instead = "value.astype(value.dtype.str)"
+    elif leaf.type is np.ndarray and array.dtype.kind == "M":
+        instead = "value.astype('datetime64[us]').astype('int64')"
+    else:
+        instead = _instead_of_dtype(array.dtype)
+    if instead:
+        raise refusal(repr(name), str(leaf), instead)
+    if 0 in array.shape:
+        _require_inner_lengths(leaf, array.shape)
+    order = _order_of(array) if leaf.type is np.ndarray else ()
+    return leaf._replace(order=order) if order else leaf
+
+
+def _moment(name: str, moment: dt.datetime) -> Leaf:
+    leaf = Leaf(name, dt.datetime)
+    if moment.tzinfo is not None:
+        instead = "value.astimezone(timezone.utc).replace(tzinfo=None)"
+        raise refusal(repr(name), f"{leaf} with a time zone", instead)
+    if moment.fold:
+        raise refusal(repr(name), f"{leaf} with a fold", "value.replace(fold=0)")
+    return leaf
+
+
+def _require_inner_lengths(leaf: Leaf, shape: Sequence[int]) -> None:
+    """Raises: SchemaError: the length of a dimension is 0, but for the first."""
     if 0 in shape[1:]:
         raise SchemaError(
             f"{leaf.name!r} is {leaf} of shape {tuple(shape)}, without values, which no column holds: leave "
             "it out, or give its shape, such as value.shape[0]"
         )
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype of NumPy or torch. Empty: no column has it."""
+    name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+    return name if name in DTYPES else ""
 
 
 def _more_of_tensor(tensor: torch.Tensor) -> tuple[str, str] | None:
@@ -107,6 +132,7 @@ def _more_of_tensor(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
+@functools.cache
 def _instead_of_dtype(dtype: np.dtype[Any]) -> str:
     """Return what to give in place of an array of a dtype. Empty: columns may hold it."""
     if dtype.names:
@@ -115,13 +141,11 @@ def _instead_of_dtype(dtype: np.dtype[Any]) -> str:
         return "value.astype('int64')"
     if dtype.kind in "OSUT":
         return "value.tolist()"
-    if dtype.kind == "V" and bits_of(dtype.name) is None:
+    if dtype.kind == "M" or _name_of(dtype):
+        return ""
+    if dtype.kind == "V" and not hasattr(dtype.type, "__float__"):
         return "value.tobytes()"
-    if dtype.metadata:
-        return "value.astype(value.dtype.str)"
-    if dtype.type in (np.longdouble, np.clongdouble):
-        return f"value.astype('{'float64' if dtype.kind == 'f' else 'complex128'}')"
-    return ""
+    return f"value.astype('{'complex128' if dtype.kind == 'c' else 'float64'}')"
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -178,7 +202,7 @@ def require_dtype(leaf: Leaf, kind: FieldType) -> None:
 def _is_of(leaf: Leaf, dtype: str) -> bool:
     """True if the values of a leaf have a dtype, or are Python's numbers of its kind."""
     if leaf.dtype is not None:
-        return dtype == getattr(leaf.dtype, "name", str(leaf.dtype).removeprefix("torch."))
+        return dtype == _name_of(leaf.dtype)
     number = leaf.detail.removeprefix("of ") if leaf.type is list else leaf.type.__name__
     return bits_of(dtype) is None and dtype_of(dtype).kind in _KINDS_OF_NUMBERS.get(number, "")
 

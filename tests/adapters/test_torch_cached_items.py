@@ -29,6 +29,8 @@ from datasets_of_items import Items
 from torch.utils.data import DataLoader, StackDataset, Subset
 
 import arrowcache as ac
+from arrowcache.arrow.convert import fixed_rows
+from arrowcache.sampling.sources import Items as Source
 from arrowcache.torch import CachedDataset, Loader, cached
 from arrowcache.torch.codecs import ExactForm
 
@@ -608,7 +610,7 @@ def test_what_is_refused_names_the_value_and_a_way_out_that_works(kind):
     with pytest.raises(ac.SchemaError, match=r"'x\.1\b.*: give ") as caught:
         fits({"x": [np.zeros(1), value]})
     said = str(caught.value).rsplit("give ", 1)[1]
-    if isinstance(value, list):
+    if kind == "subclasses in a list":
         value = value[0]
     advice = said.split(", ")[0] if not said.startswith(("{", "datetime", "np.datetime64")) else said
     names = {"value": value, "tensor": value, "np": np, "torch": torch, "datetime": datetime, "time": time}
@@ -619,6 +621,18 @@ def test_what_is_refused_names_the_value_and_a_way_out_that_works(kind):
 def fits(item):
     form = ExactForm(item)
     form.require(form.row(item))
+
+
+def test_a_moment_of_pandas_is_written_in_whole_or_not_at_all():
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    kind = ac.Timestamp()
+    assert fixed_rows("x", kind, pd.Timestamp("2026-01-02 03:04:05.000006"), None).tolist() == [
+        datetime(2026, 1, 2, 3, 4, 5, 6)  # noqa: DTZ001
+    ]
+    for values in (pd.Timestamp(1001), [pd.Timestamp(1001)]):
+        with pytest.raises(ac.SchemaError, match=r"has nanoseconds, .*: write value\.floor\('us'\)"):
+            fixed_rows("x", kind, values, None)
+    assert pd.Timestamp(1001).floor("us").nanosecond == 0
 
 
 def test_a_moment_of_pandas_is_what_the_advice_makes_of_it(tmp_path):
@@ -1009,6 +1023,11 @@ def test_items_are_those_of_getitem_where_it_is_the_more_derived(tmp_path, kind)
         for _ in range(2):
             assert [train[index] for index in range(len(train))] == [dataset[i] for i in range(len(train))]
         assert train.__getitems__([1, 0]) == [dataset[1], dataset[0]]
+
+
+def test_a_source_of_items_has_those_of_getitem():
+    rows = Source(Overridden(1, 2, 3))(np.random.default_rng(0))
+    assert sorted(row["value"] for row in rows) == [100, 200, 300]
 
 
 def test_many_items_are_asked_for_at_once_where_they_may_be(tmp_path):

@@ -82,7 +82,10 @@ def variable_row(name: str, kind: VariableType, value: object) -> tuple[memoryvi
         try:
             data = memoryview(value.encode())
         except UnicodeEncodeError as error:
-            raise SchemaError(f"field {name!r}: {value!r} is not valid Unicode: {error}") from None
+            raise SchemaError(
+                f"field {name!r}: {value!r} is not valid Unicode ({error}): give "
+                "value.encode(errors='surrogatepass')"
+            ) from None
         return data, data.nbytes
     if isinstance(kind, Binary):
         if not isinstance(value, bytes | bytearray | memoryview):
@@ -159,7 +162,8 @@ def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     try:  # NumPy takes no gradients, devices or lazy conjugates
         array = value.numpy(force=True) if is_torch else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}") from None
+        hint = ": give lists of one length, such as by padding" if isinstance(value, list) else ""
+        raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}{hint}") from None
     source = _name_of(array.dtype)
     if bits_of(source) is not None:  # ml_dtypes, which TensorFlow and JAX use
         return array.view(dtype_of(source).numpy), source
@@ -254,6 +258,11 @@ def _bits(
 def _timestamps(name: str, value: Any) -> NDArray[Any]:
     items = value if isinstance(value, list | tuple) else [value]
     if items and all(isinstance(item, dt.datetime) for item in items):
+        if any(getattr(item, "nanosecond", 0) for item in items):  # pandas'
+            raise SchemaError(
+                f"field {name!r}: {_shorten(value)} has nanoseconds, which datetime64[us] cannot hold: "
+                "write value.floor('us') if that is meant"
+            )
         naive = [
             item.astimezone(dt.timezone.utc).replace(tzinfo=None) if item.tzinfo else item for item in items
         ]
@@ -265,7 +274,14 @@ def _timestamps(name: str, value: Any) -> NDArray[Any]:
             f"field {name!r}: expected datetime or datetime64[us], got {_describe(value)}: "
             "write .astype('datetime64[us]') if that is meant"
         )
-    return array.astype("datetime64[us]", copy=False)
+    exact = array.astype("datetime64[us]", copy=False)
+    is_same = exact is array or np.array_equal(exact.astype(array.dtype), array, equal_nan=True)
+    if not is_same:  # it wrapped around
+        raise SchemaError(
+            f"field {name!r}: {_describe(value)} is outside what datetime64[us] holds: give its number, "
+            "such as value.astype('int64')"
+        )
+    return exact
 
 
 def _describe(value: object) -> str:

@@ -2,15 +2,14 @@
 
 An item's leaves are arrays, tensors, numbers, text, bytes, moments, images and lists of numbers. A leaf is
 named by the way to it: `image`, `0`, `meta.age`; one that is the whole item is `value`. All else in an item
-is a dict, a list, a tuple, a named tuple or a dataclass, of the same keys in each item.
+has parts, of the same keys in each item: a mapping, a list, a tuple, a named tuple or a dataclass.
 Pure: no item is changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from arrowcache.arrow.convert import as_array, infer_type, require_value, variable_row
@@ -26,8 +25,9 @@ _NUMBERS = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 class Leaf(NamedTuple):
     """A leaf of an item.
 
-    `mode` is an image's, such as "RGB", `dtype` that of an array or a tensor, and `detail` what else there is
-    to tell: the classes of a list's numbers, a time zone, a gradient, a device. Empty, or None, for all else.
+    `mode` is an image's, such as "RGB". Who gives items back notes more: `dtype` of an array or a tensor, in
+    which `order` of its dimensions it lies in memory, empty for C's, and as `detail` the classes of a list's
+    numbers.
     """
 
     name: str
@@ -35,36 +35,77 @@ class Leaf(NamedTuple):
     mode: str = ""
     dtype: Any = None
     detail: str = ""
+    order: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.mode:
             return f"an image of mode {self.mode!r}"
-        article = "an" if self.type.__name__[0] in "aeiou" else "a"
-        dtype = f" of {self.dtype}" if self.dtype is not None else ""
-        return f"{article} {self.type.__name__}{dtype}{' ' * bool(self.detail)}{self.detail}"
+        words = [f"of {self.dtype}"] * (self.dtype is not None) + [self.detail] * bool(self.detail)
+        words += [f"whose dimensions lie in the order {self.order} in memory"] * bool(self.order)
+        return " ".join([with_article(self.type.__name__), *words])
 
 
 class Node(NamedTuple):
-    """A part of the first item that has parts itself: its class, and its keys in order."""
+    """A part of the first item that has parts itself: its class, and its keys in order.
+
+    `rest` is what it has beside them. It is the same in each item.
+    """
 
     name: str
     type: type
     keys: tuple[Any, ...]
     parts: tuple[Part, ...]
+    own: int
+    rest: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return described(self.type, self.rest)
 
 
-Part: TypeAlias = "Leaf | Node"
+class Same(NamedTuple):
+    """A part that takes no column: the object that the part before it at a position is, or None."""
+
+    name: str
+    at: int | None
+
+    def __str__(self) -> str:
+        return "None" if self.at is None else "the same object as another value beside it"
+
+
+Part: TypeAlias = "Leaf | Node | Same"
+
+
+class Opened(NamedTuple):
+    """A value that has parts: its class, the parts' keys, their names after its own, and themselves.
+
+    `kind` of object: of any class.
+
+    The first `own` parts are its contents, the others attributes beside them: each of these may be None, or
+    the object that another part is. `rest` is what it has beside its parts. `is_ordered`: the order of its
+    contents matters. `may_lack`: its contents may be None, too.
+    """
+
+    kind: type
+    keys: tuple[Any, ...]
+    names: Sequence[str]
+    values: Sequence[Any]
+    own: int
+    rest: tuple[Any, ...] = ()
+    is_ordered: bool = False
+    may_lack: bool = False
 
 
 class ItemForm:
-    """The form of a dataset's items, as the first one shows it. Pickles if the classes of its parts do.
+    """The form of a dataset's items, as the first one shows it.
+
+    This one reads items of any classes, for whoever needs their columns. torch/codecs.py has one that gives
+    the items back.
 
     Args:
         item: the first item.
         schema: types of leaves, by name, that one item does not tell, such as Ragged ones. An empty array or
             list is Ragged without that: one of floats, if it is a list.
         columns: keys of a dict, or positions in a tuple or list, to keep. None means all.
-        exact: refuse later items whose parts are of other classes or dtypes than those of the first.
     Raises: SchemaError: a value that no column holds. ValueError, TypeError: `schema` or `columns` names what
         an item has not.
     """
@@ -74,10 +115,7 @@ class ItemForm:
         item: object,
         schema: Mapping[str, FieldType] | None = None,
         columns: Sequence[str | int] | None = None,
-        *,
-        exact: bool = False,
     ) -> None:
-        self._exact = exact
         self._keys = None if columns is None else _chosen_keys(item, columns)
         item = self.chosen(item)
         if not isinstance(schema, Mapping | None):
@@ -85,11 +123,13 @@ class ItemForm:
                 f"schema={schema!r} must be a dict of types, such as {{'tokens': Ragged('int64')}}"
             )
         given = dict(schema or {})
-        self._root = _part("", item, given, exact)
-        self.leaves = tuple(_leaves(self._root))
+        self.root = self._part("", item, given, ())
+        self.leaves = tuple(_leaves(self.root))
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) < len(names):
             raise SchemaError(f"two values of an item would have one name ({', '.join(names)}): rename a key")
+        if not names:
+            raise SchemaError(_nothing_in(self.root))
         if unknown := [name for name in given if name not in names]:
             raise ValueError(f"schema names {', '.join(map(repr, unknown))}: an item has {', '.join(names)}")
         values = self.row_of_chosen(item)
@@ -99,22 +139,17 @@ class ItemForm:
         except ValueError as error:
             raise SchemaError(f"{error}: rename the key") from None
 
-    @property
-    def classes(self) -> str:
-        """The leaves' classes, and modes of images, as a text; dtypes are in the schema."""
-        return ", ".join(f"{leaf.name}: {leaf.mode or leaf.type.__name__}" for leaf in self.leaves)
-
     def row(self, item: object) -> dict[str, Any]:
         """Return the values of an item by the names of their columns; arrays and tensors as they are.
 
-        Raises: SchemaError: its parts are not those of the first item; or, if `exact`, not of their classes.
+        Raises: SchemaError: its parts are not those of the first item.
         """
         return self.row_of_chosen(self.chosen(item))
 
     def row_of_chosen(self, item: object) -> dict[str, Any]:
-        """Return what `row` does, of an item that `chosen` or `item` returned."""
+        """Return what `row` does, of an item that `chosen` returned or that came from the columns."""
         values: dict[str, Any] = {}
-        _take(self._root, item, values, self._exact)
+        self._take(self.root, item, values)
         return values
 
     def require(self, row: Mapping[str, Any]) -> None:
@@ -130,17 +165,6 @@ class ItemForm:
         variable = self.schema.variable.items()
         return sum(variable_row(name, kind, row[name])[0].nbytes for name, kind in variable)
 
-    def item(self, values: Iterator[Any]) -> Any:
-        """Make an item of the values of its leaves, in their order. No __post_init__ of a dataclass runs."""
-        return _made(self._root, values)
-
-    def batch(self, columns: Iterator[Any]) -> Any:
-        """Make a batch of the columns of the leaves, as torch makes it of items.
-
-        As `item`; but a plain tuple becomes a list, and texts in any sequence a tuple.
-        """
-        return _made(self._root, columns, of_batch=True)
-
     def chosen(self, item: Any) -> Any:
         """Return an item with what `columns` keeps of it; as it is, if that is all."""
         if self._keys is None:
@@ -151,6 +175,158 @@ class ItemForm:
             raise SchemaError(f"it lacks one of columns {list(self._keys)}: {error!r}") from None
         return chosen if isinstance(item, Mapping) else type(item)(chosen.values())
 
+    # how a value is read: another form may read it otherwise
+
+    def opened(self, name: str, value: Any) -> Opened | None:  # noqa: ARG002  # others name it in errors
+        """Return the parts of a value. None: it is a leaf."""
+        if isinstance(value, Mapping):
+            return contents(object, value, value.values())
+        if isinstance(value, tuple) and (names := getattr(value, "_fields", ())):
+            return contents(object, names, value)
+        if isinstance(value, tuple) or (isinstance(value, list) and not _is_numbers(value)):
+            return contents(object, range(len(value)), value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [field.name for field in dataclasses.fields(value)]
+            return contents(object, fields, [getattr(value, field) for field in fields])
+        return None
+
+    def leaf(self, name: str, value: Any) -> Leaf:
+        """Return what a value without parts is. Raises: SchemaError: no column holds it."""
+        require_something(name, value)
+        return Leaf(name or ALONE, type(value), _mode(value))
+
+    def is_like(self, found: Leaf, first: Leaf, value: Any) -> bool:  # noqa: ARG002  # others look at it
+        """True if a leaf of a later item is of the form of the first item's."""
+        return found.mode == first.mode
+
+    def _part(
+        self, name: str, value: Any, given: Mapping[str, FieldType], within: tuple[object, ...]
+    ) -> Part:
+        """Return the form of a value. `within` are the values that it is a part of."""
+        opened = self.opened(name, value)
+        if opened is None:
+            leaf = self.leaf(name, value)
+            return leaf._replace(detail=_numbers_of(given.get(leaf.name))) if is_empty_list(value) else leaf
+        if any(value is outer for outer in within):
+            raise SchemaError(f"{shown(name)} contains itself: give a copy without that part")
+        within = (*within, value)
+        parts: list[Part] = []
+        for at, (more, each) in enumerate(zip(opened.names, opened.values, strict=True)):
+            full = name + more if name else more.removeprefix(".")
+            if each is None and (at >= opened.own or opened.may_lack):
+                parts.append(Same(full, None))
+            elif at >= opened.own and (same := _position_of(each, opened.values[:at])) is not None:
+                parts.append(Same(full, same))
+            else:
+                parts.append(self._part(full, each, given, within))
+        kind = type(value) if opened.kind is object else opened.kind
+        return Node(name, kind, opened.keys, tuple(parts), opened.own, opened.rest)
+
+    def _take(self, part: Part, value: Any, values: dict[str, Any]) -> None:
+        if isinstance(part, Leaf):
+            found = self.leaf(part.name, value)
+            if not self.is_like(found, part, value):
+                raise SchemaError(
+                    f"{part.name!r} is {found}, and in the first item {part}: {_way_out(found, part)}"
+                )
+            values[part.name] = value
+            return
+        assert isinstance(part, Node)
+        opened = self.opened(part.name, value)
+        if opened is None:
+            opened = contents(object, (), ())
+            if not part.keys:
+                raise SchemaError(
+                    f"{shown(part.name)} is {with_article(type(value).__name__)}, and in the first item an "
+                    f"empty {part.type.__name__}: give all items the same parts"
+                )
+        elif opened.kind not in (object, part.type) or opened.rest != part.rest:
+            raise SchemaError(
+                f"{shown(part.name)} is {described(opened.kind, opened.rest)}, and in the first item {part}: "
+                "convert it"
+            )
+        children = opened.values if opened.keys == part.keys else _reordered(part, value, opened)
+        for each, child in zip(part.parts, children, strict=True):
+            if not isinstance(each, Same):
+                self._take(each, child, values)
+            elif child is not (None if each.at is None else children[each.at]):
+                raise SchemaError(
+                    f"{each.name!r} is {with_article(type(child).__name__)}, and in the first item {each}: "
+                    "give all items the same parts"
+                )
+
+
+def _reordered(part: Node, value: Any, opened: Opened) -> Sequence[Any]:
+    """Return the parts of a value in the order of the first item's. Raises: SchemaError: it has others."""
+    if isinstance(value, tuple | list) or {*opened.keys} != {*part.keys}:
+        has = f"has {', '.join(map(str, opened.keys))}" if opened.keys else f"is a {type(value).__name__}"
+        raise SchemaError(
+            f"{shown(part.name)} {has}, and in the first item it has "
+            f"{', '.join(map(str, part.keys)) or 'no parts'}: give all items the same parts"
+        )
+    if opened.is_ordered and opened.keys[: opened.own] != part.keys[: part.own]:
+        raise SchemaError(
+            f"{shown(part.name)} has its keys in the order {', '.join(map(str, opened.keys[: opened.own]))}, "
+            f"and in the first item {', '.join(map(str, part.keys[: part.own]))}: give all items one order"
+        )
+    named = dict(zip(opened.keys, opened.values, strict=True))
+    return [named[key] for key in part.keys]
+
+
+def _way_out(found: Leaf, first: Leaf) -> str:
+    if found.order != first.order:
+        return "give np.ascontiguousarray(value) or tensor.contiguous() in all items"
+    if first.type is list:
+        return "convert it, or, where the first one is empty, name its type in schema"
+    return "convert it"
+
+
+def _nothing_in(root: Part) -> str:
+    """Return the error of an item without leaves."""
+    empty: Part = root
+    while isinstance(empty, Node) and (nodes := [each for each in empty.parts if isinstance(each, Node)]):
+        empty = nodes[0]
+    if isinstance(empty, Node) and not empty.parts:
+        return f"{shown(empty.name)} is an empty {empty.type.__name__}: there is nothing to store"
+    return f"{shown(root.name)} has no values but None: there is nothing to store"
+
+
+def contents(kind: type, keys: Iterable[Any], values: Iterable[Any], **more: Any) -> Opened:
+    """Return a value as its contents, named by their keys. `more`: as of `Opened`."""
+    keys, values = tuple(keys), [*values]
+    return Opened(kind, keys, [f".{key}" for key in keys], values, len(keys), **more)
+
+
+def _position_of(value: Any, others: Sequence[Any]) -> int | None:
+    """Return where among others an object is that may be changed. None: nowhere."""
+    if isinstance(value, bool | int | float | complex | str | bytes) or (type(value) is tuple and not value):
+        return None
+    return next((at for at, other in enumerate(others) if other is value), None)
+
+
+def require_something(name: str, value: Any) -> None:
+    """Raises: SchemaError: a leaf is None."""
+    if value is None:
+        raise SchemaError(
+            f"{shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
+            "the type that it has elsewhere, such as -1 or ''"
+        )
+
+
+def described(kind: type, rest: tuple[Any, ...]) -> str:
+    """Return what a node is, in words."""
+    return with_article(kind.__name__) + (f" of {' and '.join(map(str, rest))}" if rest else "")
+
+
+def with_article(words: str) -> str:
+    """Return words with "a" or "an" before them."""
+    return f"{'an' if words[0] in 'aeiouAEIO' else 'a'} {words}"
+
+
+def shown(name: str) -> str:
+    """Return a part's name for an error."""
+    return repr(name) if name else "the item"
+
 
 def item_of(dataset: Any, index: int) -> Any:
     """Return dataset[index]. An error of the dataset gets a note with the index, from Python 3.11 on."""
@@ -160,6 +336,29 @@ def item_of(dataset: Any, index: int) -> Any:
         if hasattr(error, "add_note"):
             error.add_note(f"It was raised by item {index} of the dataset.")
         raise
+
+
+def getter_of_items(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
+    """Return the `__getitems__` of a dataset, which gives many items at once, where it gives dataset[index].
+
+    Returns: None: it has none; its class, or that of a dataset inside, overrides `__getitem__` alone, or
+        passes on that of another object.
+    """
+    many = getattr(dataset, "__getitems__", None)
+    if not callable(many):
+        return None
+    if "__getitems__" not in getattr(dataset, "__dict__", {}):
+        for each in type(dataset).__mro__:
+            if "__getitems__" in vars(each):
+                break
+            if "__getitem__" in vars(each):
+                return None
+    held = getattr(dataset, "datasets", None)
+    inside = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else []
+    for inner in [getattr(dataset, "dataset", None), *inside]:
+        if callable(getattr(inner, "__getitems__", None)) and getter_of_items(inner) is None:
+            return None
+    return many  # type: ignore[no-any-return]
 
 
 def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:
@@ -188,36 +387,7 @@ def _position(column: str | int) -> int:
         raise TypeError(f"columns of a tuple or list are positions, not {column!r}") from None
 
 
-def _part(name: str, value: Any, given: Mapping[str, FieldType], exact: bool) -> Part:
-    opened = _opened(value)
-    if opened is None:
-        leaf = _leaf(name, value)
-        return leaf._replace(detail=_numbers_of(given.get(leaf.name))) if _is_empty_list(value) else leaf
-    keys, values = opened
-    if not keys:
-        raise SchemaError(f"{_shown(name)} is an empty {type(value).__name__}: there is nothing to store")
-    if exact and isinstance(value, tuple | list) and type(value) not in (tuple, list) and keys[0] == 0:
-        plain = "list" if isinstance(value, list) else "tuple"
-        raise SchemaError(
-            f"{_shown(name)} is a {type(value).__module__}.{type(value).__name__}, which is more than its "
-            f"values: give {plain}(value)"
-        )
-    named = zip(keys, values, strict=True)
-    parts = tuple(_part(f"{name}.{key}".lstrip("."), each, given, exact) for key, each in named)
-    return Node(name, type(value), keys, parts)
-
-
-def _leaf(name: str, value: Any) -> Leaf:
-    if value is None:
-        raise SchemaError(
-            f"{_shown(name)} is None, which no column holds: leave it out of the item, or give a value of "
-            "the type that it has elsewhere, such as -1 or ''"
-        )
-    dtype = None if isinstance(value, str | bytes) else getattr(value, "dtype", None)  # NumPy's: a length
-    return Leaf(name or ALONE, type(value), _mode(value), dtype, _detail(value))
-
-
-def _is_empty_list(value: Any) -> bool:
+def is_empty_list(value: Any) -> bool:
     return isinstance(value, list) and not value
 
 
@@ -230,7 +400,7 @@ def _numbers_of(kind: FieldType | None) -> str:
 
 def _type_of(name: str, value: Any) -> FieldType:
     """The type of a value's column. What is empty shows that its length varies."""
-    is_empty = _is_empty_list(value) or (getattr(value, "shape", ()) or (1,))[0] == 0
+    is_empty = is_empty_list(value) or (getattr(value, "shape", ()) or (1,))[0] == 0
     if not is_empty:
         return infer_type(name, value)
     array, dtype = as_array(name, value)
@@ -238,43 +408,6 @@ def _type_of(name: str, value: Any) -> FieldType:
         return Ragged(dtype, array.shape[1:])
     except ValueError as error:
         raise SchemaError(f"field {name!r}: {error}") from None
-
-
-def _detail(value: Any) -> str:
-    if isinstance(value, list):
-        return f"of {' and '.join(sorted(_classes(value)))}"
-    if getattr(value, "tzinfo", None) is not None:
-        return "with a time zone"
-    if getattr(value, "requires_grad", False) is True:
-        return "with a gradient"
-    if getattr(value, "is_cpu", False) is True:  # torch's: a device is slow to put in words
-        return ""
-    device = str(getattr(value, "device", "cpu"))  # NumPy's arrays have one, too
-    return "" if device == "cpu" else f"on {device}"
-
-
-def _classes(values: list[Any]) -> set[str]:
-    """The names of the classes of a nested list's numbers."""
-    classes = {*map(type, values)}
-    if list not in classes:
-        return {each.__name__ for each in classes}
-    return set().union(
-        *(_classes(each) if isinstance(each, list) else {type(each).__name__} for each in values)
-    )
-
-
-def _opened(value: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
-    """Return the keys and values of a node. None if it is a leaf."""
-    if isinstance(value, Mapping):
-        return tuple(value), list(value.values())
-    if isinstance(value, tuple) and (names := getattr(value, "_fields", ())):
-        return tuple(names), value
-    if isinstance(value, tuple) or (isinstance(value, list) and not _is_numbers(value)):
-        return tuple(range(len(value))), value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        return names, [getattr(value, name) for name in names]
-    return None
 
 
 def _is_numbers(values: list[Any]) -> bool:
@@ -292,62 +425,6 @@ def _mode(value: Any) -> str:
 def _leaves(part: Part) -> Iterator[Leaf]:
     if isinstance(part, Leaf):
         yield part
-    else:
+    elif isinstance(part, Node):
         for each in part.parts:
             yield from _leaves(each)
-
-
-def _take(part: Part, value: Any, values: dict[str, Any], exact: bool) -> None:
-    if isinstance(part, Leaf):
-        found = _leaf(part.name, value)
-        is_same = found == part or (part.type is list and _is_empty_list(value))
-        if found.mode != part.mode or (exact and not is_same):
-            hint = ", or, where the first one is empty, name its type in schema" if part.type is list else ""
-            raise SchemaError(f"{part.name!r} is {found}, and in the first item {part}: convert it{hint}")
-        values[part.name] = value
-        return
-    if exact and type(value) is not part.type and _opened(value):
-        raise SchemaError(
-            f"{_shown(part.name)} is a {type(value).__name__}, and in the first item a "
-            f"{part.type.__name__}: convert it"
-        )
-    keys, children = _opened(value) or ((), ())
-    if isinstance(value, Mapping) and keys != part.keys and {*keys} == {*part.keys}:
-        keys, children = part.keys, [value[key] for key in part.keys]
-    if keys != part.keys:
-        has = f"has {', '.join(map(str, keys))}" if keys else f"is a {type(value).__name__}"
-        raise SchemaError(
-            f"{_shown(part.name)} {has}, and in the first item it has {', '.join(map(str, part.keys))}: "
-            "give all items the same parts"
-        )
-    for each, child in zip(part.parts, children, strict=True):
-        _take(each, child, values, exact)
-
-
-def _made(part: Part, values: Iterator[Any], *, of_batch: bool = False) -> Any:
-    if isinstance(part, Leaf):
-        return next(values)
-    children = [_made(each, values, of_batch=of_batch) for each in part.parts]
-    if of_batch and issubclass(part.type, tuple | list):
-        children = [
-            tuple(new) if _is_text(each) else new for each, new in zip(part.parts, children, strict=True)
-        ]
-    if issubclass(part.type, Mapping):
-        named = zip(part.keys, children, strict=True)
-        return OrderedDict(named) if part.type is OrderedDict else dict(named)
-    if hasattr(part.type, "_make"):
-        return part.type._make(children)
-    if issubclass(part.type, tuple | list):
-        return children if of_batch or issubclass(part.type, list) else tuple(children)
-    made = object.__new__(part.type)
-    for key, child in zip(part.keys, children, strict=True):
-        object.__setattr__(made, key, child)  # also a frozen one
-    return made
-
-
-def _is_text(part: Part) -> bool:
-    return isinstance(part, Leaf) and part.type in (str, bytes)
-
-
-def _shown(name: str) -> str:
-    return repr(name) if name else "the item"

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from arrowcache.arguments import face, instead
-from arrowcache.arrow.items import ItemForm, item_of
+from arrowcache.arrow.items import getter_of_items, item_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
@@ -46,7 +46,8 @@ from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
 from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
-from arrowcache.torch.restore import require_restorable, restored
+from arrowcache.torch.codecs import ExactForm
+from arrowcache.torch.collation import columns_of
 from arrowcache.units import (
     format_bytes,
     format_count,
@@ -120,7 +121,7 @@ class _Spec:
     dataset: Dataset[Any]
     path: Path
     settings: Settings
-    form: ItemForm
+    form: ExactForm
     transform: Callable[[Any], Any] | None
     replace: float
 
@@ -176,13 +177,18 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Raises: IndexError: outside [-len, len). SchemaError: an item does not fit the columns of the first.
             What the dataset inside or the transform raises. ValueError: closed.
         """
-        return self.__getitems__([index])[0]
+        return self._items_at([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several items, as a DataLoader asks for a batch of them: those that are there by one job.
 
         Blocks, raises: as `__getitem__`.
         """
+        if getter_of_items(self) is None:  # of a class that overrides `__getitem__`
+            return [self[index] for index in indices]
+        return self._items_at(indices)
+
+    def _items_at(self, indices: Sequence[int]) -> list[Any]:
         return self.transformed(self.items_of(self._numbers(indices)))
 
     def transformed(self, items: list[Any]) -> list[Any]:
@@ -217,7 +223,8 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         if not len(missing):
             return items
         others = missing[:0]  # that somebody else makes
-        at_once = len(missing) if hasattr(self._spec.dataset, "__getitems__") else reader.made_in_a_moment
+        many = getter_of_items(self._spec.dataset)
+        at_once = reader.made_in_a_moment if many is None else len(missing)
         for start in range(0, len(missing), at_once):
             some = missing[start : start + at_once]
             is_claimed = reader.claim(wanted[some])
@@ -232,9 +239,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """Put found items in their places (n,). Returns: the places that stay empty."""
         if not len(found.positions):
             return places
-        form = self._spec.form
-        columns = [restored(leaf, form.schema[leaf.name], found.columns[leaf.name]) for leaf in form.leaves]
-        self._put_in(items, places[found.positions], map(form.item, map(iter, zip(*columns, strict=True))))
+        self._put_in(items, places[found.positions], self._spec.form.items(found.columns))
         return np.delete(places, found.positions)
 
     @staticmethod
@@ -255,7 +260,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             return []
         begun, made = time.monotonic(), []
         inner: Any = self._spec.dataset
-        many = getattr(inner, "__getitems__", None)
+        many = getter_of_items(inner)
         try:
             if not is_wanted():
                 raise Unwanted
@@ -297,7 +302,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             reader.rest()
 
     @property
-    def form(self) -> ItemForm:
+    def form(self) -> ExactForm:
         """The form of an item, for the package's own use."""
         return self._spec.form
 
@@ -519,15 +524,32 @@ def cached(
     item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first
     item is made here: it shows the columns.
 
+    An item comes back as it was made, or is refused with what to give in its place. So a subclass of what is
+    named below is refused, unless named itself. What is not quite as it was:
+    - values that share memory, or are one object, come back apart, but for an attribute that is a value
+      beside it; each owns its memory, which may be written to, on the CPU and neither shared nor pinned;
+    - dimensions lie in memory as those of the first item (channels_last, Fortran's order), without gaps; an
+      item whose dimensions lie otherwise is refused. Conjugates are resolved;
+    - a tensor that requires a gradient, or has one, is refused;
+    - keys of a dict come in the order of the first item. An OrderedDict of another order is refused;
+    - an image has its pixels, info and EXIF; its format and its file's class with all attributes go, so that
+      files of several formats are alike. Files of several frames are refused, but of an MPO, as phones write
+      it, the picture shown is stored;
+    - classes are those of this process' first item.
+
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
             text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
-            dataclass of such, nested at will; all of one form, of the same classes and dtypes, and no None.
+            dataclass of such, nested at will, or a mapping that derives from dict or UserDict, as
+            OrderedDict, defaultdict, Counter, BatchEncoding and ModelOutput do; objects with all their
+            attributes. All items are of one form, of the same keys, classes and dtypes. Only attributes may
+            be None, in all items.
         path: the cache's folder, new or of this dataset, on a local disk.
         capacity: the budget in bytes for everything in the folder. Once it is full, the other items are made
             at each access. Another capacity than before resizes the cache.
         version: name of the present content of the dataset. Change it when the dataset makes other items.
-        columns: keys of a dict, or positions in a tuple or list, to keep of each item. None means all.
+        columns: keys of a mapping, or positions in a tuple or list, to keep of each item. None means all. Of
+            any mapping, a dict is kept.
         transform: called with each item, in the process that asks for it.
         schema: types of leaves by name, such as {"tokens": Ragged("int64")}, of values whose length differs.
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
@@ -544,11 +566,11 @@ def cached(
     require_share(replace, "replace")
     item: Any = dataset[0]
     try:
-        form = ItemForm(item, schema, columns, exact=True)
-        for leaf in form.leaves:
-            require_restorable(leaf, form.schema[leaf.name])
+        form = ExactForm(item, schema, columns)
         items = CachedItems(length, version, form.classes)
         settings = _settings(form, form.row(item), parse_bytes(capacity, "capacity"), items)
+        first = form.chosen(item)
+        form.require_return(first, form.items(columns_of(form, [first], np.zeros(1, np.int64)))[0])
     except SchemaError as error:
         raise SchemaError(f"item 0: {error}") from None
     train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
@@ -577,7 +599,7 @@ def _length_of(dataset: object) -> int:
     return length
 
 
-def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
+def _settings(form: ExactForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
     """Return the settings of a new cache.
 
     Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of too few items.
@@ -589,7 +611,7 @@ def _settings(form: ItemForm, row: Mapping[str, Any], capacity: int, dataset: Ca
     return settings_of_items(schema, capacity, form.variable_bytes(row), dataset)
 
 
-def _kept(form: ItemForm, index: int, item: Any, reader: ReadThrough | None) -> Any:
+def _kept(form: ExactForm, index: int, item: Any, reader: ReadThrough | None) -> Any:
     """Return what `columns` keeps of an item, and publish it, if that was claimed.
 
     Args:
@@ -609,19 +631,19 @@ def _kept(form: ItemForm, index: int, item: Any, reader: ReadThrough | None) -> 
         raise SchemaError(f"item {index}: {error}{_way_out(form, row)}") from None
 
 
-def _way_out(form: ItemForm, row: Mapping[str, Any]) -> str:
+def _way_out(form: ExactForm, row: Mapping[str, Any]) -> str:
     """Return the end of an error: what may help where values have other shapes than their columns."""
     ragged, others = [], []
     for name, value in row.items():
-        kind = form.schema[name]
-        if not isinstance(kind, Tensor | Ragged):
-            continue
-        inner = kind.shape[1:] if isinstance(kind, Tensor) else kind.inner_shape
-        shape = _shape_of(value)
-        if shape is None or not shape or shape[1:] != inner:
-            others.append(name)
+        kind, shape = form.schema[name], _shape_of(value)
+        if isinstance(kind, Ragged):
+            if not shape or shape[1:] != kind.inner_shape:
+                others.append(name)
         elif isinstance(kind, Tensor) and shape != kind.shape:
-            ragged.append(f"{name!r}: Ragged({kind.dtype!r}, {inner})")
+            if shape and kind.shape and shape[1:] == kind.shape[1:]:
+                ragged.append(f"{name!r}: Ragged({kind.dtype!r}, {shape[1:]})")
+            else:
+                others.append(name)
     if others:
         return "; give all items one shape in the dataset, such as by a resize, a crop or padding"
     return f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""

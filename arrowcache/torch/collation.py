@@ -1,14 +1,17 @@
 """Collation: items of a dataset as one batch, as torch's default_collate makes it of them.
 
-Columns of a cache become the batch at once: a tensor of a leaf's values has the column's memory. Whatever
-default_collate refuses comes as `Loader` gives it: moments as int64 microseconds, images as numbers, values
-of varying length as nested tensors of jagged layout, dataclasses of tensors.
+Columns of a cache become the batch at once: a tensor of a leaf's values has the column's memory. A mapping of
+another class than dict is a copy of the first item's, updated, so that its attributes are the first one's.
+Whatever default_collate refuses comes as `Loader` gives it: moments as int64 microseconds, images as numbers,
+values of varying length as nested tensors of jagged layout, dataclasses of tensors.
 Pure: no item is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +20,92 @@ from numpy.typing import NDArray
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from arrowcache.arrow.convert import fixed_rows, variable_row
-from arrowcache.arrow.items import ItemForm, Leaf
-from arrowcache.arrow.schema import FieldType, FixedType, Ragged, Tensor
+from arrowcache.arrow.items import Leaf, Node, Part, Same, with_article
+from arrowcache.arrow.schema import FieldType, FixedType, Ragged, String, Tensor
 from arrowcache.errors import SchemaError
 from arrowcache.reading.values import ColumnData, Values
+from arrowcache.torch.codecs import ExactForm, is_value, made_of, parts_of
 from arrowcache.torch.tensors import to_tensor
 
 _OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-def batch_of(form: ItemForm, columns: Mapping[str, ColumnData]) -> Any:
+def batch_of(form: ExactForm, columns: Mapping[str, ColumnData]) -> Any:
     """Return a batch of n items, of their columns, over the columns' memory.
 
     Args:
         columns: by the leaves' names: (n, *shape), n texts or bytes, or `Values` of n rows.
+    Raises: SchemaError: a mapping shows other values than those that it holds.
     """
-    leaves = (_leaf(leaf, form.schema[leaf.name], columns[leaf.name]) for leaf in form.leaves)
-    return form.batch(leaves)
+
+    def of(part: Part, first: Callable[[], Any]) -> Any:
+        """Return the batch of a part. `first` gives that part of the first item."""
+        if isinstance(part, Leaf):
+            return _leaf(part, form.schema[part.name], columns[part.name])
+        assert isinstance(part, Node)
+        children: list[Any] = []
+        for at, each in enumerate(part.parts):
+            if isinstance(each, Same):
+                children.append(None if each.at is None else children[each.at])
+            else:
+                children.append(of(each, lambda at=at: parts_of(first())[at]))  # type: ignore[misc]
+        return _batch_of_node(part, children, first)
+
+    @functools.cache
+    def first_item() -> Any:
+        return form.items({name: _first_of(column) for name, column in columns.items()})[0]
+
+    return of(form.root, first_item)
+
+
+def _first_of(column: ColumnData) -> ColumnData:
+    if not isinstance(column, Values):
+        return column[:1]
+    return Values(column.data[: column.offsets[1]], column.offsets[:2])
+
+
+def _batch_of_node(node: Node, children: list[Any], first: Callable[[], Any]) -> Any:
+    """Put a batch together of those of its parts, as default_collate does."""
+    if is_value(node):
+        return children[0]
+    if issubclass(node.type, tuple | list):
+        named = zip(node.parts, children, strict=True)
+        children = [tuple(new) if _is_text(part) else new for part, new in named]
+        return children if node.type in (tuple, list) else node.type(*children[: node.own])
+    if not issubclass(node.type, Mapping):
+        return made_of(node, children)
+    own = dict(zip(node.keys[: node.own], children, strict=False))
+    if node.type is dict:
+        return own
+    item = first()
+    if not _shows_what_it_holds(node, parts_of(item)):
+        raise SchemaError(
+            f"{with_article(node.type.__name__)} shows other values than it holds, so that columns make no "
+            "batch: pass collate_fn=torch.utils.data.default_collate"
+        )
+    changed = copy.copy(item)
+    try:
+        changed.update(own)
+    except TypeError:  # as default_collate
+        return own
+    except Exception:  # noqa: BLE001  # such as ModelOutput's, which refuses it
+        for key, value in own.items():
+            changed[key] = value
+    return changed
+
+
+def _shows_what_it_holds(node: Node, parts: Sequence[Any]) -> bool:
+    """True if a mapping's own code gives the values that are in it, whatever they are."""
+    own = {key: object() for key in node.keys[: node.own]}
+    try:
+        shown = made_of(node, [*own.values(), *parts[node.own :]])
+        return [*shown] == [*own] and all(shown[key] is value for key, value in own.items())
+    except Exception:  # noqa: BLE001  # it does something to them
+        return False
+
+
+def _is_text(part: Part) -> bool:
+    return isinstance(part, Leaf) and issubclass(part.type, str | bytes)
 
 
 def _leaf(leaf: Leaf, kind: FieldType, column: ColumnData) -> Any:
@@ -42,6 +114,8 @@ def _leaf(leaf: Leaf, kind: FieldType, column: ColumnData) -> Any:
         return tensor.to(_OF_NUMBERS[leaf.type])
     if leaf.type is list and isinstance(kind, Tensor):
         return _by_position(tensor)
+    if isinstance(column, list) and leaf.type not in (str, bytes):  # texts of NumPy
+        return [*map(leaf.type, column)]
     return tensor
 
 
@@ -50,7 +124,7 @@ def _by_position(tensor: torch.Tensor) -> Any:
     return tensor if tensor.ndim == 1 else [*map(_by_position, tensor.unbind(1))]
 
 
-def columns_of(form: ItemForm, items: Sequence[Any], indices: NDArray[np.int64]) -> dict[str, ColumnData]:
+def columns_of(form: ExactForm, items: Sequence[Any], indices: NDArray[np.int64]) -> dict[str, ColumnData]:
     """Return the columns that a cache would give of items (n,), as copies.
 
     Args:
@@ -72,7 +146,9 @@ def _value(name: str, kind: FieldType, value: Any) -> Any:
     if isinstance(kind, FixedType):
         return fixed_rows(name, kind, value, None)
     data, _ = variable_row(name, kind, value)
-    return data if isinstance(kind, Ragged) else value
+    if isinstance(kind, Ragged):
+        return data
+    return data.tobytes().decode() if isinstance(kind, String) else data.tobytes()
 
 
 def _column(kind: FieldType, values: list[Any]) -> ColumnData:

@@ -164,7 +164,8 @@ def _of_mapping(node: Mapping[Any, Any]) -> Opened:
             changed = copy.copy(node)
         else:  # a plain copy would share the inner dict, and writes to it
             changed = copy.deepcopy(node, {id(item): item for item in node.values()})
-        changed.update(new)
+        for key, item in new.items():  # `update` adds in a Counter, and is refused by a ModelOutput
+            changed[key] = item
         return changed
 
     return list(node.values()), make
@@ -175,8 +176,12 @@ def _of_sequence(node: Any) -> Opened:
 
 
 def _of_dataclass(node: Any) -> Opened:
-    """Copy a dataclass with new values: neither __init__ nor __post_init__ runs again."""
-    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    """Copy a dataclass with new values: neither __init__ nor __post_init__ runs again.
+
+    The values are its fields, and what __post_init__ set beside them.
+    """
+    fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    names = [*fields, *(name for name in getattr(node, "__dict__", {}) if name not in fields)]
 
     def make(items: Sequence[Any]) -> Any:
         changed = copy.copy(node)

@@ -13,7 +13,7 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -50,6 +50,26 @@ class Sample:
 
     def __post_init__(self):
         object.__setattr__(self, "made", self.made + 1)
+
+
+@dataclasses.dataclass
+class More:
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.half, self.note = self.x / 2, "n"
+
+
+class Refusing(OrderedDict):
+    """As transformers' ModelOutput."""
+
+    def update(self, *args, **named):
+        raise RuntimeError("nobody may call it")
+
+    def __init__(self, **named):
+        super().__init__()
+        for key, value in named.items():
+            self[key] = value
 
 
 @dataclasses.dataclass(slots=True)
@@ -191,6 +211,7 @@ def alike(new, old) -> None:
         assert type(new) is type(old)
         for field in dataclasses.fields(old):
             alike(getattr(new, field.name), getattr(old, field.name))
+        alike(getattr(new, "__dict__", {}), getattr(old, "__dict__", {}))
     elif type(old) in (tuple, list, Pair, Edge):
         assert type(new) is type(old)
         for one, other in zip(new, old, strict=True):
@@ -207,7 +228,11 @@ def test_any_structure_comes_back_in_its_form():
         "list": [tensor, {"deep": tensor.int()}],
         "named": Pair(tensor, "n"),
         "dataclass": Sample(tensor, "d"),
+        "dataclass with more": More(tensor),
         "slotted": Slotted(tensor),
+        "counter": Counter(x=tensor, y=2),
+        "default": defaultdict(list, x=tensor),
+        "refuses update": Refusing(x=tensor),
         "ordered": OrderedDict(b=tensor, a=1),
         "user": UserDict(x=tensor),
         "array": np.arange(4, dtype=np.uint16),

@@ -135,7 +135,8 @@ REFUSED = [
     (ac.Tensor("float32", (3,)), np.zeros((5, 3), np.float32), "extend()"),
     # no moment in microseconds
     *((ac.Timestamp(), value) for value in (
-        np.datetime64("2020-01-01", "ns"), 5, "2020-01-01", dt.date(2020, 1, 1), None, 1.5, [],
+        np.datetime64("2020-01-01", "ns"), np.datetime64(400_000, "Y"), np.array([400_000], "M8[Y]"),
+        5, "2020-01-01", dt.date(2020, 1, 1), None, 1.5, [],
         dt.timedelta(1), np.timedelta64(1, "us"))),
     (ac.Timestamp(), [dt.datetime(2020, 1, 1)] * 2, "()", "(2,)"),  # noqa: DTZ001
 ]  # fmt: skip

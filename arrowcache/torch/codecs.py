@@ -1,0 +1,472 @@
+"""Codecs: which values an item may have, how each is taken apart, and how it is made again.
+
+One rule for all: a value comes back as it was made, or is refused with a way out. The table is of exact
+classes, as a subclass may have more to it, and it is looked at in each item that is stored: the first proves
+nothing about the second. What a codec does not store has to be empty, or the same in each item. A class is
+that of this process's first item: none is read from the disk.
+
+    leaves       numbers, text, bytes, moments, lists of numbers, arrays, tensors: a column each
+    containers   dict, list, tuple: by their parts
+    objects      mappings that derive from dict or UserDict, named tuples, dataclasses: by their contents and
+                 by all attributes in __dict__ and slots; no code of theirs runs
+    images       by their pixels, and by a text of their info and EXIF
+
+leaves.py has the first, images.py the last. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import operator
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MemberDescriptorType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from arrowcache.arrow.items import (
+    ALONE,
+    ItemForm,
+    Leaf,
+    Node,
+    Opened,
+    Part,
+    Same,
+    contents,
+    is_empty_list,
+    require_something,
+    shown,
+    with_article,
+)
+from arrowcache.arrow.schema import FieldType
+from arrowcache.errors import SchemaError
+from arrowcache.pickling import pickled, unpickled
+from arrowcache.reading.values import ColumnData
+from arrowcache.torch.images import ImageCodec, is_image
+from arrowcache.torch.leaves import (
+    PLAIN,
+    is_numbers,
+    is_same,
+    leaf_of,
+    lies_in,
+    refusal,
+    require_dtype,
+    restored,
+)
+
+_MAPPINGS = (OrderedDict, defaultdict, dict)
+_BASES = (*_MAPPINGS, tuple, object)
+
+
+class ExactForm(ItemForm):
+    """The form of items that come back as they were made. Pickles if the classes of its parts do.
+
+    Args: as of `ItemForm`.
+    Raises: as `ItemForm`; SchemaError: a value that would not come back as it was.
+    """
+
+    def __init__(
+        self,
+        item: object,
+        schema: Mapping[str, FieldType] | None = None,
+        columns: Sequence[str | int] | None = None,
+    ) -> None:
+        super().__init__(item, schema, columns)
+        for leaf in self.leaves:
+            require_dtype(leaf, self.schema[leaf.name])
+
+    @property
+    def classes(self) -> str:
+        """The leaves' classes, and modes of images, as a text; dtypes are in the schema."""
+        images = {part.name or ALONE: part.rest[0].name for part in _images(self.root)}
+        return ", ".join(f"{leaf.name}: {images.get(leaf.name, leaf.type.__name__)}" for leaf in self.leaves)
+
+    def opened(self, name: str, value: Any) -> Opened | None:
+        kind = type(value)
+        if kind in PLAIN or kind is torch.Tensor or kind is np.ndarray:
+            return None
+        if kind is list and is_numbers(value):
+            return None
+        codec = _codec_of(kind)  # type: ignore[arg-type]  # a class is hashable
+        return None if codec is None else codec.opened(shown(name), value)
+
+    def leaf(self, name: str, value: Any) -> Leaf:
+        require_something(name, value)
+        return leaf_of(name or ALONE, value)
+
+    def is_like(self, found: Leaf, first: Leaf, value: Any) -> bool:
+        if first.type is list and is_empty_list(value):
+            return True
+        if found == first:
+            return True
+        return found._replace(order=first.order) == first and lies_in(first.order, found.order, value)
+
+    def items(self, columns: Mapping[str, ColumnData]) -> list[Any]:
+        """Return the items of columns by the names of leaves, each (n, *shape), n texts, or `Values`."""
+        values = [restored(leaf, self.schema[leaf.name], columns[leaf.name]) for leaf in self.leaves]
+        return [self.item(iter(each)) for each in zip(*values, strict=True)]
+
+    def item(self, values: Iterator[Any]) -> Any:
+        """Make an item of the values of its leaves, in their order. No code of its classes runs."""
+        return self.made(self.root, values)
+
+    def made(self, part: Part, values: Iterator[Any]) -> Any:
+        """Make a part of the values of its leaves, in their order."""
+        if isinstance(part, Leaf):
+            return next(values)
+        assert isinstance(part, Node)
+        children: list[Any] = []
+        for each in part.parts:
+            if isinstance(each, Same):
+                children.append(None if each.at is None else children[each.at])
+            else:
+                children.append(self.made(each, values))
+        return made_of(part, children)
+
+    def require_return(self, item: object, again: object) -> None:
+        """Make sure that an item came back as a whole: a net under the rule.
+
+        Args:
+            item: as `chosen` returns it. again: what came back.
+        Raises: SchemaError: names the value that did not.
+        """
+        if (name := self._difference("", item, again)) is not None:
+            raise SchemaError(
+                f"{shown(name)} does not come back from the cache as it was, so that it has more to it than "
+                "it shows: give a dict of arrays, numbers and text in its place"
+            )
+
+    def _difference(self, name: str, one: Any, other: Any) -> str | None:
+        """Return the name of a value that differs. None: they are the same."""
+        mine = self.opened(name, one)
+        if mine is None:
+            return None if is_same(one, other) else name
+        its = self.opened(name, other)
+        if its is None or (mine.kind, mine.keys, mine.rest) != (its.kind, its.keys, its.rest):
+            return name
+        for more, left, right in zip(mine.names, mine.values, its.values, strict=True):
+            if (left is None) is not (right is None):
+                return name + more
+            if left is not None and (found := self._difference(name + more, left, right)) is not None:
+                return found
+        return name if self._looks_other(one, other) else None
+
+    def _looks_other(self, one: Any, other: Any) -> bool:
+        """True if two objects of the same parts show other values to who reads them by their own code."""
+        read: Callable[[Any, Any], Any] = operator.getitem
+        if isinstance(one, Mapping) and type(one) is not dict:
+            keys = _tried(list, one)
+            if keys != _tried(list, other):
+                return True
+        elif dataclasses.is_dataclass(one):
+            keys, read = [field.name for field in dataclasses.fields(one)], getattr
+        else:
+            return False
+        for key in keys or ():
+            shows, again = _tried(read, one, key), _tried(read, other, key)
+            is_held = any(shows is each for each in parts_of(one))
+            if is_held and any(again is each for each in parts_of(other)):
+                continue
+            if shows is not None and self._shows_other(shows, again):
+                return True
+        return dataclasses.is_dataclass(one) and not isinstance(one, Mapping) and _is_broken(one, other)
+
+    def _shows_other(self, one: Any, other: Any) -> bool:
+        try:
+            return self._difference("", one, other) is not None
+        except SchemaError:  # no item could have it
+            return type(one) is not type(other)
+
+
+class Codec(Protocol):
+    """Takes values of one class apart, and makes them again."""
+
+    def opened(self, name: str, value: Any) -> Opened:
+        """Return the parts of a value. Raises: SchemaError: it has more to it; `name` is its in the error."""
+
+    def made(self, node: Node, children: list[Any]) -> Any:
+        """Make a value of new parts."""
+
+
+def _tried(read: Callable[..., Any], *args: Any) -> Any:
+    """Return what code of a user gives. None: it fails."""
+    try:
+        return read(*args)
+    except Exception:  # noqa: BLE001  # whatever it raises
+        return None
+
+
+def _is_broken(one: Any, other: Any) -> bool:
+    """True if a property works only before: it reads what is kept elsewhere."""
+    kind = type(one)
+    for name in dir(kind):
+        is_property = isinstance(inspect.getattr_static(kind, name, None), property)
+        if is_property and not _can_read(other, name) and _can_read(one, name):
+            return True
+    return False
+
+
+def _can_read(value: Any, name: str) -> bool:
+    try:
+        getattr(value, name)
+    except Exception:  # noqa: BLE001  # whatever it raises
+        return False
+    return True
+
+
+def parts_of(value: Any) -> Sequence[Any]:
+    """Return the parts of a value of a class with a codec, as they are stored."""
+    codec = _codec_of(type(value))  # type: ignore[arg-type]
+    assert codec is not None
+    return codec.opened("", value).values
+
+
+def _images(part: Part) -> Iterator[Node]:
+    if isinstance(part, Node):
+        if isinstance(_codec_of(part.type), ImageCodec):
+            yield part
+        for each in part.parts:
+            yield from _images(each)
+
+
+def made_of(node: Node, children: list[Any]) -> Any:
+    """Make a value of new parts, those without a column among them."""
+    codec = _codec_of(node.type)
+    assert codec is not None
+    return codec.made(node, children)
+
+
+def is_value(node: Node) -> bool:
+    """True if a node is one value to its user: its first part is what a batch has of it."""
+    return isinstance(_codec_of(node.type), ImageCodec | _Encoding)
+
+
+@functools.cache
+def _codec_of(kind: type) -> Codec | None:
+    """Return the codec of a class. None: its values are leaves, or refused."""
+    if kind in (dict, list, tuple):
+        return _Container()
+    if (kind.__module__, kind.__name__) == ("tokenizers", "Encoding"):
+        return _Encoding()
+    return ImageCodec() if is_image(kind) else _object_of(kind)
+
+
+# containers
+
+
+class _Container:
+    """dict, list and tuple. Those of a dict come in the order of the first item's."""
+
+    def opened(self, name: str, value: Any) -> Opened:  # noqa: ARG002
+        if type(value) is dict:
+            return contents(dict, value, value.values(), rest=_types_of(value))
+        return contents(type(value), range(len(value)), value)
+
+    def made(self, node: Node, children: list[Any]) -> Any:
+        return dict(zip(node.keys, children, strict=True)) if node.type is dict else node.type(children)
+
+
+def _types_of(keys: Sequence[Any] | Mapping[Any, Any]) -> tuple[str, ...]:
+    """What tells apart keys that are equal and not of one class, such as 1 and True."""
+    types = {*map(type, keys)}
+    return () if types <= {str} else (f"{' and '.join(sorted(each.__name__ for each in types))} keys",)
+
+
+# objects
+
+_ITSELF = "itself as its attributes"
+
+
+def _object_of(kind: type) -> _Object | None:
+    base = next(each for each in kind.__mro__ if each in _BASES)
+    is_known = (
+        base in _MAPPINGS
+        or issubclass(kind, UserDict)
+        or (base is object and dataclasses.is_dataclass(kind))
+        or (base is tuple and hasattr(kind, "_fields") and hasattr(kind, "_make"))
+    )
+    return _Object(kind, base) if is_known and not _hides(kind) else None
+
+
+def _hides(kind: type) -> bool:
+    """True if objects of a class have more to them than contents, __dict__ and slots.
+
+    That is memory of a base that is written in C, or something outside that `__del__` gives back.
+    """
+    if hasattr(kind, "__del__"):
+        return True
+    for each in kind.__mro__:
+        if each in _BASES:
+            continue
+        own = vars(each)
+        known = sum(isinstance(value, MemberDescriptorType) for value in own.values())
+        known += ("__dict__" in own) + ("__weakref__" in own)
+        base = each.__base__
+        assert base is not None
+        if each.__basicsize__ > base.__basicsize__ + 8 * known:
+            return True
+    return False
+
+
+class _Object:
+    """Objects of one class by their contents, and by their attributes, named with an @ beside contents.
+
+    The contents are what the base class holds; of a UserDict what `data` holds; of a dataclass its fields.
+    """
+
+    def __init__(self, kind: type, base: type) -> None:
+        self._kind, self._base = kind, base
+        self._slots = {
+            name: member
+            for each in reversed(kind.__mro__)
+            if each not in _BASES
+            for name, member in vars(each).items()
+            if isinstance(member, MemberDescriptorType)
+        }
+        self._is_user_dict = base is object and issubclass(kind, UserDict)
+        self._is_dataclass = base is object and not self._is_user_dict
+        self._fields = [field.name for field in dataclasses.fields(kind)] if self._is_dataclass else []
+        self._kept_elsewhere = [
+            name
+            for name in self._fields
+            if name not in self._slots and hasattr(inspect.getattr_static(kind, name, None), "__set__")
+        ]
+
+    def opened(self, name: str, value: Any) -> Opened:
+        base: Any = self._base
+        rest: tuple[Any, ...] = ()
+        attributes = self._attributes(value)
+        if attributes is value:  # it has itself for its __dict__
+            attributes, rest = {}, (_ITSELF,)
+        if self._is_dataclass:
+            self._require_here(name, value, attributes)
+            own = {field: attributes.pop(field) for field in self._fields if field in attributes}
+            named = own | attributes
+            return contents(self._kind, named, named.values(), may_lack=True)._replace(own=len(own))
+        if self._is_user_dict:
+            held = attributes.pop("data", None)
+            if type(held) is not dict:
+                raise refusal(name, f"{with_article(self._kind.__name__)} around no dict", "dict(value)")
+            own = held
+        elif base is tuple:
+            own = dict(zip(value._fields, tuple.__iter__(value), strict=True))
+        else:
+            own = dict(base.items(value))
+            rest += (_Factory(value.default_factory),) if base is defaultdict else ()
+        return Opened(
+            self._kind,
+            (*own, *(f"@{each}" for each in attributes)),
+            [*(f".{key}" for key in own), *(f".@{each}" for each in attributes)],
+            [*own.values(), *attributes.values()],
+            len(own),
+            rest + _types_of(own),
+            is_ordered=base is OrderedDict,
+        )
+
+    def _attributes(self, value: Any) -> dict[str, Any]:
+        try:
+            found = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            found = {}
+        if found is value:
+            return found  # type: ignore[no-any-return]
+        found = dict(found)
+        for name, member in self._slots.items():
+            try:
+                found[name] = member.__get__(value)
+            except AttributeError:  # it was never set
+                continue
+        return found
+
+    def _require_here(self, name: str, value: Any, attributes: Mapping[str, Any]) -> None:
+        """Make sure that a field behind a property is one of the attributes."""
+        for field in self._kept_elsewhere:
+            found = getattr(value, field, None)
+            if all(found is not each for each in attributes.values()):
+                raise refusal(
+                    name,
+                    f"{with_article(self._kind.__name__)} whose field {field!r} is kept elsewhere",
+                    "a dict of its fields",
+                )
+
+    def made(self, node: Node, children: list[Any]) -> Any:
+        base: Any = self._base
+        kind: Any = self._kind
+        own = dict(zip(node.keys[: node.own], children, strict=False))
+        named = zip(node.keys[node.own :], children[node.own :], strict=True)
+        attributes = {key.removeprefix("@"): child for key, child in named}
+        made = base.__new__(kind, own.values()) if base is tuple else base.__new__(kind)
+        if self._is_dataclass:
+            attributes = own | attributes
+        elif self._is_user_dict:
+            attributes = {"data": own, **attributes}
+        elif base is not tuple:
+            for key, child in own.items():
+                base.__setitem__(made, key, child)
+        for each in node.rest:
+            if isinstance(each, _Factory):
+                vars(defaultdict)["default_factory"].__set__(made, each.function)
+        for name in self._slots.keys() & attributes.keys():
+            self._slots[name].__set__(made, attributes.pop(name))
+        if _ITSELF in node.rest:
+            object.__setattr__(made, "__dict__", made)
+        elif attributes:
+            object.__getattribute__(made, "__dict__").update(attributes)
+        return made
+
+
+class _Factory:
+    """The default_factory of a defaultdict. Equal to one that does the same. Pickles by value."""
+
+    def __init__(self, function: Callable[[], Any] | None) -> None:
+        self.function = function
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Factory) and _do_the_same(self.function, other.function)
+
+    def __hash__(self) -> int:
+        return hash(type(self.function))
+
+    def __str__(self) -> str:
+        return f"default_factory {getattr(self.function, '__qualname__', self.function)}"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        return _unpickled_factory, (pickled(self.function, "the default_factory {!r}"),)
+
+
+def _unpickled_factory(function: bytes) -> _Factory:
+    return _Factory(unpickled(function))
+
+
+def _do_the_same(one: Any, other: Any) -> bool:
+    """True if two functions are one, of one definition that no variable changes, or partials of such."""
+    if one is other:
+        return True
+    if type(one) is functools.partial and type(other) is functools.partial:
+        return _do_the_same(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
+    return (
+        type(one) is FunctionType
+        and type(other) is FunctionType
+        and one.__code__ == other.__code__
+        and one.__globals__ is other.__globals__
+        and (one.__closure__, one.__defaults__, one.__kwdefaults__)
+        == (other.__closure__, other.__defaults__, other.__kwdefaults__)
+    )
+
+
+class _Encoding:
+    """What a tokenizer of `tokenizers` says of a text, as transformers' BatchEncoding has it: as JSON."""
+
+    def opened(self, name: str, value: Any) -> Opened:  # noqa: ARG002
+        text = json.dumps(json.loads(value.__getstate__()), sort_keys=True)  # its own order is random
+        return Opened(type(value), ("state",), [""], [text.encode()], 1)
+
+    def made(self, node: Node, children: list[Any]) -> Any:
+        made = node.type()
+        made.__setstate__(children[0])
+        return made

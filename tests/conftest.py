@@ -25,15 +25,26 @@ _IS_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests are left out, a module that is slow as a whole is not imported: some take seconds."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    if not config.option.markexpr.startswith("not slow") or collection_path.suffix != ".py":
         return None
-    return True if _IS_SLOW.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    has_smoke = "smoke" in config.option.markexpr and "mark.smoke" in text
+    return True if _IS_SLOW.search(text) and not has_smoke else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes that share the tests have to agree on their names, in which no address may be."""
+    """Processes that share the tests have to agree on their names, in which no address may be.
+
+    Of a test with many cases that is marked `smoke` the first case is.
+    """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
+    seen = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in seen:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
+        seen.add(name)
 
 
 def pytest_collection_finish() -> None:

@@ -55,6 +55,7 @@ KINDS = {  # whom to kill: what its command has in it; the job itself has none o
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("whom", ["all at once", *KINDS])
 def test_complaint_01_what_is_killed_leaves_nothing_stale_and_the_job_starts_again(tmp_path, whom):
     cache = make_cache(tmp_path / "cache")
@@ -314,6 +315,7 @@ def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, 
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_complaint_13_dead_workers_are_replaced_and_what_they_had_is_made_again(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)

@@ -28,6 +28,8 @@ reverb := dm-reverb[tensorflow] portpicker
 # threads of OpenMP that spin while they wait would take the processors from the others. ARGS=-n0: no sharing.
 TESTS := -m pytest --numprocesses $(shell expr $$(nproc) + 1) --dist worksteal
 check test test-%: export OMP_WAIT_POLICY := passive
+# Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py.
+export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
 	device device_proof packed selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
@@ -40,7 +42,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo check test test-all test-rest test-newest test-ray test-tensorflow test-jax test-oldest test-install \
+.PHONY: help environments demo check test test-all test-rest nightly test-pythons test-newest test-ray test-tensorflow test-jax test-oldest test-install \
 	coverage test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
@@ -48,6 +50,7 @@ help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
 	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
 	@echo "make test    run the quick tests, and one case of each slow kind, in one environment"
+	@echo "make nightly     all that, every case of it, with longer storms, and each Python"
 	@echo "make test-all    run all tests, in all environments: test, test-newest, test-ray, test-tensorflow,"
 	@echo "             test-jax, test-oldest, test-install"
 	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
@@ -80,7 +83,6 @@ check: .envs/test/.stamp
 	.envs/test/bin/python -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' $(ARGS)
 
 # The quick tests and one case of each slow kind: it can fail for each promise of the README.
-test: export STORM_SECONDS := 42
 test: .envs/test/.stamp
 	$(call compile,test)
 	.envs/test/bin/python $(TESTS) $(NOT_BESIDE) -m '(not slow or smoke) and not no_cover' $(ARGS)
@@ -90,8 +92,24 @@ test: .envs/test/.stamp
 test-all: test test-rest
 test-rest: test-newest test-ray test-tensorflow test-jax test-oldest test-install
 
+# All that commits have a part of, longer storms, and each Python. It writes what it was run on, for the commits to come.
+nightly:
+	$(MAKE) test-all STORM_SECONDS=600 ARGS='--nightly $(ARGS)'
+	$(MAKE) test-pythons
+	$(RUN) tests/quick.py
+
+# The quick tests of the core, without any extra, in each Python that is found: on the path, or by pyenv.
+PYTHONS := 3.10 3.11 3.12 3.13
+CORE := tests/unit tests/architecture/test_import.py tests/refusals
+test-pythons: $(PYTHONS:%=test-python-%)
+test-python-%:
+	@found=$$(command -v python$* || ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python 2>/dev/null | tail -1); \
+	if [ -z "$$found" ]; then echo "SKIPPED: there is no Python $* here"; exit 0; fi; \
+	$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS)
+
 # How long the storms of tests/storm last.
-test-newest: export STORM_SECONDS := 42
+STORM_SECONDS := 42
+export STORM_SECONDS
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.
 # tests/install has pip fetch packages.

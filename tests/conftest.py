@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from quick import SEED, changed
 
 # On a busy machine any example may take long: that is no finding.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,10 +33,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _IS_SLOW.search(text) and not has_smoke else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run also what is marked `nightly`")
+
+
+def pytest_report_header() -> str:
+    return f"cases drawn by TESTS_SEED={SEED:x}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Processes that share the tests have to agree on their names, in which no address may be.
 
-    Of a test with many cases that is marked `smoke` the first case is.
+    Of a test with many cases that is marked `smoke` the first case is. What is marked `nightly` is left out
+    where it need not run: see quick.py.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
@@ -45,6 +55,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if name in seen:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
         seen.add(name)
+    if not config.getoption("nightly"):
+        is_changed: dict[tuple[str, ...], bool] = {}
+        left = [item for item in items if is_left_to_the_night(item, is_changed)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
+
+
+def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bool]) -> bool:
+    marks = [*item.iter_markers("nightly")]
+    for mark in marks:
+        if mark.args not in is_changed:
+            is_changed[mark.args] = changed(mark.args)
+    return any(not is_changed[mark.args] for mark in marks)
 
 
 def pytest_collection_finish() -> None:

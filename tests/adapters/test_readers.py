@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from quick import first_is_quick
 from reader_contract import Contract, Face, Unclosed
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -89,7 +88,27 @@ FACES = {
 }
 
 
-@pytest.fixture(params=first_is_quick(FACES))
+WHOLE = ("numpy", "torch", "device", "dataloader", "torch, processes", "dataloader, forked")
+"""Each commit's CI has the whole contract of these, and of the others the tests below."""
+OF_ALL = (
+    "test_epochs_are_those_of_the_plain_loader_and_grow_with_the_cache",
+    "test_what_is_dropped_in_mid_epoch_leaves_nothing",
+    "test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "face" in metafunc.fixturenames:
+        marks = [pytest.mark.slow, pytest.mark.nightly]
+        is_of_all = metafunc.function.__name__ in OF_ALL
+        first, *others = FACES
+        faces = [
+            pytest.param(name, marks=marks[: 1 if is_of_all or name in WHOLE else 2]) for name in others
+        ]
+        metafunc.parametrize("face", [first, *faces], indirect=True)
+
+
+@pytest.fixture
 def face(request: pytest.FixtureRequest) -> Face:
     return FACES[request.param]
 

@@ -1,13 +1,14 @@
 # Two commands do everything, on a machine with Python 3.11 and make: `make demo` and `make test`.
-# Each environment is a folder .envs/NAME with what its list below asks for. pip resolves that, so that it brings what
-# this platform's builds need, and is held to the versions of constraints/NAME.txt and constraints/common.txt. An
-# environment is built again only when one of these or pyproject.toml has changed.
+# Each environment is a folder .envs/NAME with what its list below asks for. uv or pip resolves that (constraints/install.py), so
+# that it brings what this platform's builds need, and is held to the versions of constraints/NAME.txt and
+# constraints/common.txt. An environment is built again only when one of these or pyproject.toml has changed.
 
 PYTHON ?= python3
 RUN := .envs/newest/bin/python
 
 # What each environment asks for; in constraints/NAME.txt is what it gets, and `make freeze NAME=...` writes that anew.
 NAME := newest
+test := .[torch,explore,sources,test] ipykernel nbclient
 demo := .[demo]
 newest := .[dev]
 tensorflow := .[test] tensorflow-cpu ipykernel nbclient typer
@@ -16,6 +17,7 @@ oldest := .[demo,test] tensorflow-cpu tensorflow-io
 wheels := hatchling ziglang auditwheel
 docs := mkdocs-material mkdocstrings-python ruff
 mutants := .[test] cosmic-ray torch
+uv := uv
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb
 peers := array_record datasets grain litdata monai numpy pylance spdl tensordict torch torchdata torchrl webdataset
@@ -25,7 +27,9 @@ reverb := dm-reverb[tensorflow] portpicker
 # The tests of an environment are shared out among processes, one more than there are processors, since many wait;
 # threads of OpenMP that spin while they wait would take the processors from the others. ARGS=-n0: no sharing.
 TESTS := -m pytest --numprocesses $(shell expr $$(nproc) + 1) --dist worksteal
-test-%: export OMP_WAIT_POLICY := passive
+check test test-%: export OMP_WAIT_POLICY := passive
+# Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py.
+export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
 	device device_proof packed selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
@@ -38,15 +42,17 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo check test say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install coverage \
-	test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
+.PHONY: help environments demo check test test-all test-rest nightly test-pythons test-newest test-ray test-tensorflow test-jax test-oldest test-install \
+	coverage test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
 	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
-	@echo "make test    run all tests              (test-newest, test-tensorflow, test-jax and test-oldest are"
-	@echo "             its parts, one an environment, and test-ray and test-install)"
+	@echo "make test    run the quick tests, and one case of each slow kind, in one environment"
+	@echo "make nightly     all that, every case of it, with longer storms, and each Python"
+	@echo "make test-all    run all tests, in all environments: test, test-newest, test-ray, test-tensorflow,"
+	@echo "             test-jax, test-oldest, test-install"
 	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
 	@echo "make fuzz    give the engine random jobs for FUZZ_SECONDS=600; needs clang or AFL++"
 	@echo "make mutants    break the code in MUTANTS=200 places drawn by SEED=0, in files with ONLY=reading/order.py,"
@@ -69,25 +75,41 @@ demo: .envs/demo/.stamp
 	$(call compile,demo)
 	.envs/demo/bin/python -m arrowcache.demo $(ARGS)
 
-environments: .envs/newest/.stamp .envs/tensorflow/.stamp .envs/jax/.stamp .envs/oldest/.stamp
+environments: .envs/test/.stamp .envs/newest/.stamp .envs/tensorflow/.stamp .envs/jax/.stamp .envs/oldest/.stamp
 
-# From the environment that is there, also if it is not up to date: what a developer waits for is the tests. It has
-# no more processes than there are processors: each of them first imports what the tests need.
-check: export OMP_WAIT_POLICY := passive
-check:
-	@test -x $(RUN) || { echo "there is no $(RUN): make environments, which takes minutes, builds it" >&2; exit 1; }
-	@$(MAKE) --question .envs/newest/.stamp || echo "note: what .envs/newest is built from has changed: make environments"
-	$(call compile,newest)
-	$(RUN) -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' $(ARGS)
+# The quick tests. Each process first imports what the tests need, so that there are no more than processors.
+check: .envs/test/.stamp
+	$(call compile,test)
+	.envs/test/bin/python -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' $(ARGS)
 
-# Minutes: of a machine of 2 cores with nothing else to do. Each part is measured when that changes much.
-MINUTES := 28
-test: say-how-long test-newest test-ray test-tensorflow test-jax test-oldest test-install
-say-how-long:
-	@echo "all tests: about $(MINUTES) minutes on 2 cores, and some more where environments are built first; make check: the quick ones"
+# The quick tests and one case of each slow kind: it can fail for each promise of the README.
+test: .envs/test/.stamp
+	$(call compile,test)
+	.envs/test/bin/python $(TESTS) $(NOT_BESIDE) -m '(not slow or smoke) and not no_cover' $(ARGS)
+	.envs/test/bin/python $(TESTS) $(shell grep --recursive --files-with-matches 'mark.no_cover' $(COVERED)) -m no_cover $(ARGS)
+
+# All others, in all environments.
+test-all: test test-rest
+test-rest: test-newest test-ray test-tensorflow test-jax test-oldest test-install
+
+# All that commits have a part of, longer storms, and each Python. It writes what it was run on, for the commits to come.
+nightly:
+	$(MAKE) test-all STORM_SECONDS=600 ARGS='--nightly $(ARGS)'
+	$(MAKE) test-pythons
+	$(RUN) tests/quick.py
+
+# The quick tests of the core, without any extra, in each Python that is found: on the path, or by pyenv.
+PYTHONS := 3.10 3.11 3.12 3.13
+CORE := tests/unit tests/architecture/test_import.py tests/refusals
+test-pythons: $(PYTHONS:%=test-python-%)
+test-python-%:
+	@found=$$(command -v python$* || ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python 2>/dev/null | tail -1); \
+	if [ -z "$$found" ]; then echo "SKIPPED: there is no Python $* here"; exit 0; fi; \
+	$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS)
 
 # How long the storms of tests/storm last.
-test-newest: export STORM_SECONDS := 42
+STORM_SECONDS := 42
+export STORM_SECONDS
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.
 # tests/install has pip fetch packages.
@@ -95,17 +117,22 @@ RAY_NOTEBOOK := tests/notebooks/test_notebooks.py::test_a_notebook_runs_and_leav
 NOT_BESIDE := --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' --ignore tests/install
 
 # What no version of NumPy, pyarrow or TensorFlow changes: the source text and its layers; the engine's C; which of our
-# own file calls fails, or is the last before the power does; the peers' figures.
-NOT_IN_OLDEST := --ignore tests/architecture/test_architecture.py --ignore tests/benchmarks --ignore tests/native \
+# own file calls fails, or is the last before the power does; the peers' figures; what is refused, and in which words.
+NOT_IN_OLDEST := --ignore tests/architecture --ignore tests/benchmarks --ignore tests/native --ignore tests/cli \
+	--ignore tests/refusals --ignore tests/stateful \
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
 
 # Those that press Ctrl-C in their own process run apart: the process of the others may by then have an extension that
 # keeps a signal from whoever waits.
 COVERED := tests/unit tests/adapters tests/explore tests/cli
+
+# What `make test` has not run: what is slow, and what needs a package that .envs/test has not.
+MORE := accelerate|boto3|datasets|distributed|jedi|jupyterlab|lightning|loky|moto|mypy|polars|psutil|selenium|tensordict|torchdata
+NEEDING_MORE := $(shell grep --recursive --files-with-matches --extended-regexp 'importorskip..($(MORE))' --include='test_*.py' tests)
 test-newest: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) $(TESTS) $(NOT_BESIDE) -m 'not no_cover' $(ARGS)
-	$(RUN) $(TESTS) $(shell grep --recursive --files-with-matches 'mark.no_cover' $(COVERED)) -m no_cover $(ARGS)
+	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke and not no_cover' $(ARGS)
+	$(RUN) $(TESTS) $(NEEDING_MORE) $(ARGS)
 
 # How many branches these tests reach in their own process, the modules with the fewest first: no part of `make test`,
 # as it takes them twice the processor. CPython 3.11 may have a traced thread spin after Ctrl-C, and keep the GIL.
@@ -201,11 +228,11 @@ HAS_COMPILER = $(or $(CC_GIVEN),$(shell command -v cc || command -v gcc || comma
 CC_GIVEN := $(if $(filter environment%,$(origin CC)),$(CC))
 define install
 $(PYTHON) -m venv --clear .envs/$1
-$(if $(filter .%,$($2)),$(call pip,$1,$3) hatchling $(if $(HAS_COMPILER),,ziglang))
-$(call pip,$1,$3) --no-build-isolation $(foreach wish,$($2),$(if $(filter .%,$(wish)),--editable )'$(wish)')
+$(if $(filter .%,$($2)),$(call into,$1,$3) hatchling $(if $(HAS_COMPILER),,ziglang))
+$(call into,$1,$3) --no-build-isolation $(foreach wish,$($2),$(if $(filter .%,$(wish)),--editable )'$(wish)')
 .envs/$1/bin/python -m pip check
 endef
-pip = .envs/$1/bin/python -m pip install --quiet --no-compile --constraint constraints/common.txt $2
+into = $(PYTHON) constraints/install.py .envs/$1 --constraint constraints/common.txt $2
 
 .envs/%/.stamp: pyproject.toml constraints/%.txt constraints/common.txt
 	$(call install,$*,$*,--constraint constraints/$*.txt)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from quick import SEED, changed
 
 # On a busy machine any example may take long: that is no finding.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,15 +26,48 @@ _IS_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests are left out, a module that is slow as a whole is not imported: some take seconds."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    if not config.option.markexpr.startswith("not slow") or collection_path.suffix != ".py":
         return None
-    return True if _IS_SLOW.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    has_smoke = "smoke" in config.option.markexpr and "mark.smoke" in text
+    return True if _IS_SLOW.search(text) and not has_smoke else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes that share the tests have to agree on their names, in which no address may be."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run also what is marked `nightly`")
+
+
+def pytest_report_header() -> str:
+    return f"cases drawn by TESTS_SEED={SEED:x}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Processes that share the tests have to agree on their names, in which no address may be.
+
+    Of a test with many cases that is marked `smoke` the first case is. What is marked `nightly` is left out
+    where it need not run: see quick.py.
+    """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
+    seen = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in seen:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
+        seen.add(name)
+    if not config.getoption("nightly"):
+        is_changed: dict[tuple[str, ...], bool] = {}
+        left = [item for item in items if is_left_to_the_night(item, is_changed)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
+
+
+def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bool]) -> bool:
+    marks = [*item.iter_markers("nightly")]
+    for mark in marks:
+        if mark.args not in is_changed:
+            is_changed[mark.args] = changed(mark.args)
+    return any(not is_changed[mark.args] for mark in marks)
 
 
 def pytest_collection_finish() -> None:

@@ -1,14 +1,75 @@
-"""What `make check` runs of tests with many cases, each of which takes long."""
+"""When a test runs that takes long: in `make test`, in each commit's CI, or in `make nightly` alone.
+
+A test is marked `slow`, and one case of it `smoke`: `make test` runs that. `nightly` leaves a test to
+`make nightly`, but for the folders that it names: it also runs where one of these has changed since the last
+nightly run, of which nightly.json has their digests. `python tests/quick.py` writes that file.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORD = Path(__file__).with_name("nightly.json")
+SEED = int(os.environ.get("TESTS_SEED", "0"), 16)
+"""Of the commit, which make gives: it selects those of many cases that a run of it has."""
 
 
 def first_is_quick(values: Iterable[Any]) -> list[Any]:
     """Values of a parameter, all but the first of which are marked `slow`."""
     first, *others = values
     return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+
+
+def one_in(share: int, values: Iterable[Any], *folders: str, seed: int = SEED) -> list[Any]:
+    """Values of a parameter, one in `share` of which each run has, and all of them `make nightly`.
+
+    Args:
+        values: also as `pytest.param`; a tuple has those of several parameters.
+        folders: all run where one of these has changed, too.
+        seed: selects them.
+    """
+    left_out = pytest.mark.nightly(*folders)
+    return [
+        value if number % share == seed % share else with_mark(value, left_out)
+        for number, value in enumerate(values)
+    ]
+
+
+def with_mark(value: Any, mark: pytest.MarkDecorator) -> Any:
+    if isinstance(value, type(pytest.param())):
+        return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+
+
+def digest(folder: str) -> str:
+    """Of the sources in a folder of the repository."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".c", ".h"):
+            found.update(f"{path.relative_to(ROOT)}\0".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def changed(folders: Iterable[str]) -> bool:
+    """True if one of these folders is not as the last nightly run had it."""
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return any(recorded.get(folder) != digest(folder) for folder in folders)
+
+
+FOLDERS = (
+    "arrowcache/native", "arrowcache/storage", "arrowcache/torch", "benchmarks", "benchmarks/device_proof",
+    "tests/native",
+)  # fmt: skip
+"""All that tests name in their marks."""
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps({folder: digest(folder) for folder in FOLDERS}, indent=1) + "\n")

@@ -93,13 +93,32 @@ FACES = {
 }
 
 
-@pytest.fixture(params=first_is_quick(FACES))
-def face(request: pytest.FixtureRequest) -> Face:
-    return FACES[request.param]
+WHOLE = ("numpy", "torch", "device", "dataloader", "torch, processes", "dataloader, forked")
+"""Each commit's CI has the whole contract of these, and of the others `WholeEpochs` and the tests below."""
+OF_ALL = (
+    "test_epochs_are_those_of_the_plain_loader_and_grow_with_the_cache",
+    "test_what_is_dropped_in_mid_epoch_leaves_nothing",
+    "test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.cls is TestReaders and "face" in metafunc.fixturenames:
+        marks = [pytest.mark.slow, pytest.mark.nightly]
+        is_of_all = metafunc.function.__name__ in {*OF_ALL, *vars(WholeEpochs)}
+        first, *others = FACES
+        faces = [
+            pytest.param(name, marks=marks[: 1 if is_of_all or name in WHOLE else 2]) for name in others
+        ]
+        metafunc.parametrize("face", [first, *faces], indirect=True)
 
 
 class TestReaders(Contract):
     """Each of FACES."""
+
+    @pytest.fixture
+    def face(self, request: pytest.FixtureRequest) -> Face:
+        return FACES[request.param]
 
 
 ENDS = frozenset({"one epoch", "close", "state", "repeat"})

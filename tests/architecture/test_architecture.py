@@ -92,24 +92,35 @@ def _unguarded(node: ast.AST):
         yield from _unguarded(child)
 
 
+def tops(path: Path) -> set[str]:
+    """The top-level packages that a file imports."""
+    return {name.split(".")[0] for name in imports_of(path)}
+
+
+def attributes_of(path: Path) -> list[ast.Attribute]:
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
+
+
 def part_of(module: str) -> str:
     """The layer's name that a module belongs to."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_belongs_to_a_layer(module):
-    assert part_of(module) in LAYERS
+def test_every_module_belongs_to_a_layer():
+    assert [module for module in MODULES if part_of(module) not in LAYERS] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_only_point_down(module):
-    here = part_of(module)
-    for imported in imports_of(MODULES[module]):
-        if imported.split(".")[0] == "arrowcache" and part_of(imported) != here:
-            assert LAYERS[part_of(imported)] < LAYERS[here], f"{module} imports {imported}"
+def test_imports_only_point_down():
+    offenders = [
+        f"{module} imports {imported}"
+        for module, path in MODULES.items()
+        for imported in imports_of(path)
+        if imported.split(".")[0] == "arrowcache"
+        and part_of(imported) != part_of(module)
+        and LAYERS[part_of(imported)] >= LAYERS[part_of(module)]
+    ]
+    assert offenders == []
 
 
 def test_sampling_and_reading_meet_nowhere_but_below():
@@ -139,28 +150,30 @@ def test_no_module_imports_itself_however_long_the_way():
     assert done == set(MODULES)
 
 
-@pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
-def test_the_lowest_layer_needs_the_standard_library_only(module):
-    tops = {name.split(".")[0] for name in imports_of(MODULES[f"arrowcache.{module}"])}
-    assert tops - {"arrowcache"} <= sys.stdlib_module_names  # whose lower layers are as these
+def test_the_lowest_layer_needs_the_standard_library_only():
+    known = {*sys.stdlib_module_names, "arrowcache"}  # whose lower layers are as these
+    others = {module: tops(MODULES[f"arrowcache.{module}"]) - known for module in STANDARD_LIBRARY_ONLY}
+    assert not any(others.values()), others
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_framework_is_imported_only_where_it_is_named(framework):
-    for module, path in MODULES.items():
-        if framework in {name.split(".")[0] for name in imports_of(path)}:
-            assert part_of(module) in FRAMEWORKS[framework], module
+def test_a_framework_is_imported_only_where_it_is_named():
+    offenders = [
+        f"{module} imports {framework}"
+        for module, path in MODULES.items()
+        for framework in tops(path) & FRAMEWORKS.keys()
+        if part_of(module) not in FRAMEWORKS[framework]
+    ]
+    assert offenders == []
 
 
 ONE_MODULE = {"h5py": "arrowcache.sampling.sources.hdf5", "zarr": "arrowcache.sampling.sources.zarr3"}
 
 
-@pytest.mark.parametrize("package", ONE_MODULE)
-def test_an_optional_package_is_imported_in_one_module(package):
-    importing = [
-        name for name, path in MODULES.items() if package in {i.split(".")[0] for i in imports_of(path)}
-    ]
-    assert importing == [ONE_MODULE[package]]
+def test_an_optional_package_is_imported_in_one_module():
+    importing = {
+        package: [name for name, path in MODULES.items() if package in tops(path)] for package in ONE_MODULE
+    }
+    assert importing == {package: [module] for package, module in ONE_MODULE.items()}
 
 
 LACKED = (
@@ -174,19 +187,24 @@ OWNERS = {"arrowcache.reading.slots", "arrowcache.reading.workers.worker_slots"}
 """Where ctypes arrays are: objects under NumPy arrays, which tell by their death that nobody uses these."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_the_kernel_and_the_c_library_are_called_in_one_module(module):
+def test_the_kernel_and_the_c_library_are_called_in_one_module():
     """Not every Python has a name for each call: arrowcache/linux.py knows the way round."""
-    if module == "arrowcache.linux" or module.startswith("arrowcache.native."):  # has a library of its own
-        return
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in C_LIBRARIES, f"{module}: {ast.unparse(node)}"
-            if ast.unparse(node.value) in ("os", "signal", "fcntl", "mmap"):
-                assert not node.attr.startswith(LACKED), f"{module}: {ast.unparse(node)}"
-    for imported in ("ctypes", *C_LIBRARIES):
-        assert imported not in imports_of(MODULES[module]) or (imported, module in OWNERS) == ("ctypes", True)
+    offenders = []
+    for module, path in MODULES.items():
+        if module == "arrowcache.linux" or module.startswith("arrowcache.native."):  # has its own library
+            continue
+        offenders += [
+            f"{module}: {ast.unparse(node)}" for node in attributes_of(path) if is_kernel_call(node)
+        ]
+        allowed = {"ctypes"} if module in OWNERS else set()
+        named = {"ctypes", *C_LIBRARIES} & imports_of(path) - allowed
+        offenders += [f"{module}: {name}" for name in named]
+    assert offenders == []
+
+
+def is_kernel_call(node: ast.Attribute) -> bool:
+    is_lacked = node.attr.startswith(LACKED) and ast.unparse(node.value) in ("os", "signal", "fcntl", "mmap")
+    return is_lacked or node.attr in C_LIBRARIES
 
 
 LIFETIMES = {
@@ -202,14 +220,16 @@ TELL_THEIR_PID = {
 """Who asks for this process' number, to tell others. Whether a thing is another process' tells its Origin."""
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_forks_exits_and_signals_are_seen_to_in_one_module(module):
-    if module == "arrowcache.lifetimes" or part_of(module) == "explore":
-        return
-    assert "atexit" not in imports_of(MODULES[module])
-    used = {node.attr for node in ast.walk(parsed(MODULES[module])) if isinstance(node, ast.Attribute)}
-    assert not used & LIFETIMES or module == "arrowcache.process", f"{module}: {used & LIFETIMES}"
-    assert ("getpid" in used) == (module in TELL_THEIR_PID)
+def test_forks_exits_and_signals_are_seen_to_in_one_module():
+    elsewhere = {
+        module: path
+        for module, path in MODULES.items()
+        if module != "arrowcache.lifetimes" and part_of(module) != "explore"
+    }
+    used = {module: {node.attr for node in attributes_of(path)} for module, path in elsewhere.items()}
+    assert [module for module, path in elsewhere.items() if "atexit" in imports_of(path)] == []
+    assert [module for module in used if used[module] & LIFETIMES] == ["arrowcache.process"]
+    assert {module for module in used if "getpid" in used[module]} == {*TELL_THEIR_PID}
 
 
 KERNEL = {
@@ -221,15 +241,17 @@ KERNEL = {
 """Modules of Python that call the kernel, and who imports them: locks, memory, messages, processes."""
 
 
-@pytest.mark.parametrize("library", KERNEL)
-def test_what_calls_the_kernel_is_used_where_it_is_named(library):
+def test_what_calls_the_kernel_is_used_where_it_is_named():
     """A lease on another system, slots on huge pages, another way to start processes are two files each."""
     users = {
-        module.removeprefix("arrowcache.")
-        for module, path in MODULES.items()
-        if library in imports_of(path) and part_of(module) not in ("explore", "demo")
+        library: {
+            module.removeprefix("arrowcache.")
+            for module, path in MODULES.items()
+            if library in imports_of(path) and part_of(module) not in ("explore", "demo")
+        }
+        for library in KERNEL
     }
-    assert users == KERNEL[library]
+    assert users == KERNEL
 
 
 CONTROL = {
@@ -251,32 +273,24 @@ UNTRUSTWORTHY = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_unpickled_but_what_the_users_own_processes_say(module):
-    tops = {name.split(".")[0] for name in imports_of(MODULES[module])}
-    assert not tops & UNTRUSTWORTHY or module in CONTROL
+def test_nothing_is_unpickled_but_what_the_users_own_processes_say():
+    assert [module for module, path in MODULES.items() if tops(path) & UNTRUSTWORTHY] == [*CONTROL]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_no_text_is_ever_run_as_code(module):
+def test_no_text_is_ever_run_as_code():
     """No eval, no import of a computed name, no file format that may hold pickles."""
     names = {"eval", "exec", "compile", "__import__", "import_module", "literal_eval", "system", "popen"}
     files = {"np.load", "numpy.load", "np.save", "torch.load", "pd.read_pickle", "pa.deserialize"}
-    for node in ast.walk(parsed(MODULES[module])):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            last = called.rpartition(".")[2]
-            is_method = called.startswith(("self.", "re."))  # a network's eval(), a regular expression
-            assert is_method or last not in names, f"{module}: {called}"
-            assert called not in files, f"{module}: {called}"
-            assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, f"{module}: {called}"
-
-
-@pytest.mark.parametrize("module", CONTROL)
-def test_who_may_unpickle_still_does(module):
-    assert UNTRUSTWORTHY & {name.split(".")[0] for name in imports_of(MODULES[module])}
+    offenders = []
+    for module, path in MODULES.items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                is_method = called.startswith(("self.", "re."))  # a network's eval(), a regular expression
+                runs = not is_method and called.rpartition(".")[2] in names
+                unpickles = called in files or "allow_pickle" in {keyword.arg for keyword in node.keywords}
+                offenders += [f"{module}: {called}"] if runs or unpickles else []
+    assert offenders == []
 
 
 def test_files_of_a_cache_change_in_one_module_only():
@@ -326,18 +340,20 @@ def test_type_checkers_see_the_same_exports():
     assert sorted(for_checkers) == PUBLIC
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_export_and_each_of_its_methods_is_documented(name):
-    thing = getattr(arrowcache, name)
-    assert inspect.getdoc(thing), name
-    if "." in (thing.__doc__ or ""):
-        assert not thing.__doc__.startswith(f"{name}("), "a dataclass' own signature is no docstring"
-    if issubclass(thing, Exception):
-        return
-    for method, function in vars(thing).items():
-        is_method = inspect.isfunction(function) or isinstance(function, classmethod | staticmethod)
-        if is_method and not method.startswith("_"):
-            assert inspect.getdoc(getattr(thing, method)), f"{name}.{method}"
+def test_every_export_and_each_of_its_methods_is_documented():
+    undocumented = []
+    for name in PUBLIC:
+        thing = getattr(arrowcache, name)
+        is_signature = (thing.__doc__ or "").startswith(f"{name}(")  # a dataclass' own is no docstring
+        undocumented += [] if inspect.getdoc(thing) and not is_signature else [name]
+        methods = {} if issubclass(thing, Exception) else vars(thing)
+        undocumented += [
+            f"{name}.{method}"
+            for method, function in methods.items()
+            if inspect.isfunction(function) or isinstance(function, classmethod | staticmethod)
+            if not method.startswith("_") and not inspect.getdoc(getattr(thing, method))
+        ]
+    assert undocumented == []
 
 
 def test_every_module_says_what_it_is():
@@ -356,20 +372,28 @@ def first_clause(text: str) -> str | None:
     return found and found[0]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if part_of(name) != "explore"])
-def test_a_docstring_is_a_sentence_or_a_noun_not_a_clause(module):
-    texts = [node.value for node in ast.walk(parsed(MODULES[module])) if isinstance(node, ast.Expr)]
-    for text in (each.value for each in texts if isinstance(each, ast.Constant)):
-        assert not first_clause(str(text)), text
+def test_a_docstring_is_a_sentence_or_a_noun_not_a_clause():
+    clauses = [
+        f"{module}: {node.value.value}"
+        for module, path in MODULES.items()
+        if part_of(module) != "explore"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if first_clause(str(node.value.value))
+    ]
+    assert clauses == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "native").glob("*.[ch]")), ids=lambda path: path.name)
-def test_a_comment_on_what_c_code_declares_is_one_too(path):
+def test_a_comment_on_what_c_code_declares_is_one_too():
     """Comments that begin a line: those behind a member of a structure are nouns as they come."""
-    comments = [match for match in C_COMMENT.finditer(path.read_text()) if begins_a_line(match)]
-    assert comments
-    for comment in comments:
-        assert not first_clause(comment[1]), comment[0]
+    files = sorted((PACKAGE / "native").glob("*.[ch]"))
+    comments = {
+        path.name: [match for match in C_COMMENT.finditer(path.read_text()) if begins_a_line(match)]
+        for path in files
+    }
+    assert all(comments.values())
+    clauses = [f"{name}: {each[0]}" for name in comments for each in comments[name] if first_clause(each[1])]
+    assert clauses == []
 
 
 def begins_a_line(match: re.Match[str]) -> bool:

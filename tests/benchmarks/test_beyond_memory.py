@@ -145,6 +145,7 @@ def test_a_group_ends_with_those_who_are_in_it():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.parametrize(
     ("rows", "shuffles", "names"),
     [

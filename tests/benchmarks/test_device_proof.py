@@ -21,6 +21,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 from fake_device import FakeDevice
 from pretended_cuda import pretended_cuda
+from quick import one_in
 
 from arrowcache.torch import DevicePrefetcher, Loader, plan
 from benchmarks import device
@@ -74,6 +75,7 @@ def one_thread():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("benchmarks/device_proof", "arrowcache/torch")
 def test_without_a_gpu_all_that_can_runs_on_a_bare_machine_and_the_verdict_says_that_it_is_no_proof(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(_BARE_MACHINE)
     done = subprocess.run(
@@ -339,7 +341,9 @@ NOT_PRETENDED = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in NOT_PRETENDED])
+@pytest.mark.parametrize(
+    "name", one_in(4, [name for name in CHECKS if name not in NOT_PRETENDED], "benchmarks/device_proof")
+)
 def test_what_is_for_a_gpu_runs_where_cuda_is_pretended(name, tmp_path, monkeypatch):
     monkeypatch.setattr(correctness, "STORM_SECONDS", 0.0)
     monkeypatch.setattr(correctness, "LOADER_SECONDS", 0.0)

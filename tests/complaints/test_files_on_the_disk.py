@@ -161,6 +161,7 @@ FULL_DISK = """
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_complaint_05_a_full_disk_evicts_or_is_a_typed_error_and_reading_goes_on(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import pytest
 from helpers import disk_bytes, ids_of, make_cache, names_in_dev_shm, publish, wait_until, worker_pids
 from helpers import sample as row
 from processes import Child, Script
-from quick import first_is_quick
+from quick import one_in
 
 import arrowcache as ac
 
@@ -55,6 +56,7 @@ KINDS = {  # whom to kill: what its command has in it; the job itself has none o
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("whom", ["all at once", *KINDS])
 def test_complaint_01_what_is_killed_leaves_nothing_stale_and_the_job_starts_again(tmp_path, whom):
     cache = make_cache(tmp_path / "cache")
@@ -277,12 +279,13 @@ UNCLOSED = re.compile(  # Ctrl-C inside of the standard library's socketpair() a
     r"Exception ignored in: <socket.socket .*>\n(Traceback .*\n( .*\n)*)?"
     r"ResourceWarning: unclosed <socket.socket .*>\n"
 )
+KINDS = ("plain", "threads", "processes", "torch", "pool")
 CODES = {"end": 0, "break": 0, "del": 0, "exit": 3, "raise": 1, "interrupt": -signal.SIGINT}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", first_is_quick(CODES))
-@pytest.mark.parametrize("kind", first_is_quick(["plain", "threads", "processes", "torch", "pool"]))
+@pytest.mark.smoke
+@pytest.mark.parametrize(("how", "kind"), one_in(3, itertools.product(CODES, KINDS)))
 def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, how):
     """In the middle of epochs, with live views, nothing closed: no word but the exception's own.
 
@@ -314,6 +317,7 @@ def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, 
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_complaint_13_dead_workers_are_replaced_and_what_they_had_is_made_again(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)

@@ -19,7 +19,7 @@ from crash.matrix import Templates, attempt, little_to_collect, points_of, some_
 from crash.operations import OPERATIONS, check_sound, failing_once, quiet, sound_segments
 from helpers import make_cache, publish, read_ids, sample, segment_files, seqs
 from processes import Child
-from quick import first_is_quick
+from quick import one_in
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
@@ -52,7 +52,8 @@ def cases(tmp_path_factory, templates):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", first_is_quick(OPERATIONS))
+@pytest.mark.smoke
+@pytest.mark.parametrize("operation", one_in(3, OPERATIONS, "arrowcache/storage"))
 def test_a_call_that_fails_once_or_for_a_while_leaves_nothing_partial_and_nothing_leaked(
     tmp_path, templates, cases, operation
 ):
@@ -75,7 +76,8 @@ def test_each_call_fails_in_each_way_in_some_operation(cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", first_is_quick(name for name in OPERATIONS if name not in ONLY_READING))
+@pytest.mark.smoke
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ONLY_READING])
 def test_a_process_killed_at_any_file_call_leaves_nothing_partial_and_nothing_leaked(
     tmp_path, templates, operation
 ):

@@ -243,6 +243,7 @@ def quiet_verify(cache: ac.Cache) -> list[ac.Problem]:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_durable_cache_has_all_that_was_published_wherever_the_power_fails(tmp_path):
     life = live(tmp_path / "disk", durable=True)
     assert check_all(life, tmp_path, check_durable, seeds=2) > 300

@@ -128,6 +128,7 @@ SCENES: dict[str, Callable[[ac.Cache], Scene]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SCENES)
 def test_what_a_killed_process_held_is_free_and_all_goes_on(cache, tmp_path, name):
     scene, ready = SCENES[name](cache), tmp_path / "ready"

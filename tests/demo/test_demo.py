@@ -45,6 +45,7 @@ def table(output: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_small_demo_learns_grows_evicts_and_exits_with_0(tmp_path):
     done = run(tmp_path, "--capacity", "64MiB", "--epochs", "14", "--seconds", "80")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,6 +16,7 @@ from helpers import columns_of, file_bytes
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_damaged_segments_settings_names_and_states_are_refused_or_read_as_written(tmp_path):
     cases = all_cases(200, (*SEGMENT_KINDS, *OTHER_KINDS), ("fixed", "mixed"))
     report = run(cases, seed=0, workers=2, found=tmp_path / "found")

@@ -97,6 +97,7 @@ def test_a_slow_process_gets_what_the_first_one_read_though_that_ended_and_a_wri
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_winner_is_killed_before_the_others_join_and_they_agree_anew(cache, tmp_path):
     with Child(hold, cache.path, 0, tmp_path / "ready") as winner:
         wait_until((tmp_path / "ready").exists, "the first rank to begin")

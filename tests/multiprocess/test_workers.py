@@ -144,6 +144,7 @@ def test_small_batches_are_gathered_in_groups_and_are_the_same(cache):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_epochs_follow_without_a_seam_and_have_new_segments(cache):
     with loader_of(cache, transform=by_value(twice)) as loader:
         epoch = loader.repeat()

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 from native.builds import ENGINE, FOLDER, MEMORY, SMALL_CHUNKS, THREADS, compile_c, engine_sources
+from quick import one_in
 
+OF_C = ("arrowcache/native", "tests/native")
+"""What these tests are of. Each commit has a few of them, and all where that changed."""
 TESTS = FOLDER.parent
 UNIT_TESTS = TESTS / "unit" / "native"
 RACE_SECONDS = 3
@@ -137,6 +140,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(*OF_C)
 def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
     environment = package_with({}, tmp_path)
     options = ["-o", "addopts=", "-p", "no:cacheprovider", "--import-mode=importlib", "-q", "-m", "not slow"]
@@ -160,6 +164,7 @@ print(copy.take(60), copy.refused)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(*OF_C)
 def test_a_row_out_of_range_that_the_engine_does_not_see_is_found(tmp_path):
     code, output = run(sys.executable, "-c", OUTSIDE, **package_with(WITHOUT_A_CHECK, tmp_path))
     assert code
@@ -178,12 +183,16 @@ print(Pass(1000, drawn=Drawn(Table(np.ones(1003, np.float32)), 0))(0, 1000))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "words"),
-    [
-        (A_LANE_TOO_MANY, "runtime error: index 8 out of bounds|AddressSanitizer: stack-buffer-overflow"),
-        (A_KEY_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
-        (A_WEIGHT_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
-        (NO_LEFT_HALF, "runtime error: shift exponent 64 is too large"),
-    ],
+    one_in(
+        4,
+        [
+            (A_LANE_TOO_MANY, "runtime error: index 8 out of bounds|AddressSanitizer: stack-buffer-overflow"),
+            (A_KEY_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
+            (A_WEIGHT_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
+            (NO_LEFT_HALF, "runtime error: shift exponent 64 is too large"),
+        ],
+        *OF_C,
+    ),
     ids=["a lane too many", "a key too many", "a weight too many", "no left half"],
 )
 def test_a_defect_of_the_order_is_found(defect, words, tmp_path):
@@ -223,20 +232,24 @@ def test_random_jobs_are_copied_as_a_plain_reader_copies_them(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "words"),
-    [
-        (WITHOUT_A_CHECK, "AddressSanitizer|this is not so|runtime error"),
-        (A_BYTE_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
-        (A_READ_OUT_OF_LINE, "runtime error: load of misaligned address"),
-        (BEYOND_THE_FILE, "AddressSanitizer|this is not so"),
-        (ANOTHER_PIECE, "this is not so"),
-        (ANOTHER_FILE, "this is not so"),
-        (UNTOLD, "this is not so"),
-        (FETCHED_UNKNOWN, r"AddressSanitizer: SEGV|null pointer|\A\Z"),  # the engine's threads are mute
-        (A_PIECE_TWICE, "this is not so"),
-        (A_WINDOW_TOO_LONG, "AddressSanitizer: stack-buffer-overflow"),
-        (A_PART_UNCOMPARED, "this is not so"),
-        (UNLIKE_AND_MAPPED, "this is not so"),
-    ],
+    one_in(
+        12,
+        [
+            (WITHOUT_A_CHECK, "AddressSanitizer|this is not so|runtime error"),
+            (A_BYTE_TOO_MANY, "AddressSanitizer: heap-buffer-overflow"),
+            (A_READ_OUT_OF_LINE, "runtime error: load of misaligned address"),
+            (BEYOND_THE_FILE, "AddressSanitizer|this is not so"),
+            (ANOTHER_PIECE, "this is not so"),
+            (ANOTHER_FILE, "this is not so"),
+            (UNTOLD, "this is not so"),
+            (FETCHED_UNKNOWN, r"AddressSanitizer: SEGV|null pointer|\A\Z"),  # the engine's threads are mute
+            (A_PIECE_TWICE, "this is not so"),
+            (A_WINDOW_TOO_LONG, "AddressSanitizer: stack-buffer-overflow"),
+            (A_PART_UNCOMPARED, "this is not so"),
+            (UNLIKE_AND_MAPPED, "this is not so"),
+        ],
+        *OF_C,
+    ),
     ids=[
         "without a check", "a byte too many", "a read out of line", "beyond the file", "another piece",
         "another file", "untold", "fetched unknown", "a piece twice", "a window too long",
@@ -251,6 +264,7 @@ def test_random_jobs_find_a_defect(defect, words, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(*OF_C)
 def test_a_fuzzer_runs_the_same_jobs(tmp_path):
     folder = subprocess.run([has("clang"), "-print-resource-dir"], capture_output=True, text=True, check=True)
     if not list(Path(folder.stdout.strip()).rglob("libclang_rt.fuzzer*")):
@@ -284,7 +298,7 @@ def test_threads_that_queue_take_cancel_start_and_stop_do_not_race(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "defect",
-    [DONE_WITHOUT_A_LOCK, CANCELLED_WITHOUT_A_LOCK, WITHOUT_AN_ORDER, A_PIECE_TWICE],
+    one_in(4, [DONE_WITHOUT_A_LOCK, CANCELLED_WITHOUT_A_LOCK, WITHOUT_AN_ORDER, A_PIECE_TWICE], *OF_C),
     ids=["done without a lock", "cancelled without a lock", "without an order", "a piece twice"],
 )
 def test_a_race_is_found(defect, tmp_path):

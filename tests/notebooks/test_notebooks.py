@@ -199,6 +199,7 @@ def test_what_each_notebook_needs_is_known():
     assert {path.stem for path in NOTEBOOKS} == NEEDS.keys()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_leaves_nothing_behind(kernels, path):
     require(*NEEDS[path.stem])

@@ -111,6 +111,7 @@ def torch():
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_first_example_trains_while_samplers_publish(tmp_path, torch):
     out = run(tmp_path, *BLOCKS[FIRST], then="print(len(seen), min(seen))")
     batches, least = map(int, out.split())
@@ -133,6 +134,7 @@ def test_the_first_example_can_be_started_again_and_goes_on(tmp_path, torch):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_recipe_of_a_slow_dataset_reads_each_item(tmp_path, torch):
     out = run(
         tmp_path, "from torch.utils.data import DataLoader", *BLOCKS["A slow Dataset"],
@@ -160,6 +162,7 @@ def test_the_recipe_of_finite_data_has_each_row_once(tmp_path, torch):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_recipe_of_documents_has_each_token_once(tmp_path, torch):
     begin = """
     cache = ac.Cache.create("cache", ac.Schema({"tokens": ac.Ragged("int32")}), capacity="300MB")
@@ -199,6 +202,7 @@ def test_the_recipe_of_a_cache_larger_than_memory_has_each_row_once(tmp_path, to
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_recipe_of_resuming_loses_and_repeats_nothing(tmp_path, torch):
     save, resume = BLOCKS["Resume"]
     begin = """

@@ -51,6 +51,7 @@ def test_a_storm_on_a_file_system_of_its_own_loses_nothing_and_leaves_nothing(tm
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.timeout(600)  # a storm that hangs says where, before
 def test_a_storm_on_the_disk_loses_nothing_and_leaves_nothing(tmp_path):
     expect_nothing_lost(run(tmp_path, 0.3 * SECONDS, seed=1, on_tmpfs=False))

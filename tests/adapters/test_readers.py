@@ -94,8 +94,10 @@ FACES = {
 
 
 WHOLE = ("numpy", "torch", "device", "dataloader", "torch, processes", "dataloader, forked")
-"""Each commit's CI has the whole contract of these, and of the others `WholeEpochs` and the tests below."""
+"""Each commit's CI has the whole contract of these, and of the others the tests below."""
 OF_ALL = (
+    "test_an_epoch_is_whole_where_nothing_else_holds_its_reader",
+    "test_an_epoch_that_is_cut_short_raises_in_its_consumer",
     "test_epochs_are_those_of_the_plain_loader_and_grow_with_the_cache",
     "test_what_is_dropped_in_mid_epoch_leaves_nothing",
     "test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole",
@@ -105,7 +107,7 @@ OF_ALL = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is TestReaders and "face" in metafunc.fixturenames:
         marks = [pytest.mark.slow, pytest.mark.nightly]
-        is_of_all = metafunc.function.__name__ in {*OF_ALL, *vars(WholeEpochs)}
+        is_of_all = metafunc.function.__name__ in OF_ALL
         first, *others = FACES
         faces = [
             pytest.param(name, marks=marks[: 1 if is_of_all or name in WHOLE else 2]) for name in others

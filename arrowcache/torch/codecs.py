@@ -1,4 +1,4 @@
-"""Codecs: which values an item may have, how each is taken apart, and how it is made again.
+"""Codecs: the classes of values that an item may have, and how each is taken apart and made again.
 
 One rule for all: a value comes back as it was made, or is refused with a way out. The table is of exact
 classes, as a subclass may have more to it, and it is looked at in each item that is stored: the first proves
@@ -272,7 +272,7 @@ class _Container:
 
 
 def _types_of(keys: Sequence[Any] | Mapping[Any, Any]) -> tuple[str, ...]:
-    """What tells apart keys that are equal and not of one class, such as 1 and True."""
+    """Return the classes of keys that are no texts: 1 and True are equal, and not the same."""
     types = {*map(type, keys)}
     return () if types <= {str} else (f"{' and '.join(sorted(each.__name__ for each in types))} keys",)
 
@@ -460,7 +460,7 @@ def _do_the_same(one: Any, other: Any) -> bool:
 
 
 class _Encoding:
-    """What a tokenizer of `tokenizers` says of a text, as transformers' BatchEncoding has it: as JSON."""
+    """The result of a tokenizer of `tokenizers`, as transformers' BatchEncoding has it: as JSON."""
 
     def opened(self, name: str, value: Any) -> Opened:  # noqa: ARG002
         text = json.dumps(json.loads(value.__getstate__()), sort_keys=True)  # its own order is random

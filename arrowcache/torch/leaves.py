@@ -1,4 +1,4 @@
-"""Leaves: which values without parts an item may have, and a column's values as such again.
+"""Leaves: the values without parts that an item may have, and a column's values as such again.
 
 The classes are exact: a subclass may have more to it than a column keeps. An error says what to give.
 Each value owns its memory, as one that the dataset made: it keeps no column alive, and autograd sees no other
@@ -296,10 +296,10 @@ def _instead_of_object(value: Any) -> str:
         return "value.to_numpy()"
     if hasattr(kind, "__array__"):
         return "np.asarray(value)"
+    if getattr(value, "__dict__", None):
+        return "a dict of its values, such as vars(value)"
     if any("__str__" in vars(each) or "__fspath__" in vars(each) for each in kind.__mro__[:-1]):
         return "str(value)"
-    if hasattr(value, "__dict__"):
-        return "a dict of its values, such as vars(value)"
     return "a number, a text or an array in its place"
 
 

@@ -57,17 +57,12 @@ class _Stderr:
             self._stream.flush()
 
 
-def progress_bar(progress: bool | None, *, in_notebook: bool = False, **options: object) -> Any:
-    """Return a bar of tqdm's, with its options. There is none in a process without stderr.
+def progress_bar(tqdm: Callable[..., Any], progress: bool | None, **options: object) -> Any:
+    """Return a bar of a class of tqdm's, with its options. There is none in a process without stderr.
 
     Args:
-        progress: show it. None shows it if stderr is a terminal, or in a notebook if there are widgets.
-        in_notebook: show a widget there, in place of text on stderr.
+        progress: show it. None shows it if stderr is a terminal, or in a notebook if the class has a widget.
     """
-    if in_notebook:
-        from tqdm.auto import tqdm  # asyncio, for those who look at much
-    else:
-        from tqdm import tqdm  # 20 ms that `import arrowcache` need not take
     stream = sys.stderr
     try:
         is_there = stream is not None and not getattr(stream, "closed", False)

@@ -73,16 +73,16 @@ def sentence_of(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-def warn(message: str, kind: type[Warning] = RuntimeWarning) -> None:
-    """Give a warning that names the user's line, however deep the call is.
+def warn(message: str) -> None:
+    """Give a RuntimeWarning that names the user's line, however deep the call is.
 
-    Raises: that warning, if a filter turns it into an error.
+    Raises: RuntimeWarning: a filter turns it into an error.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("arrowcache."):
         level, frame = level + 1, frame.f_back
     with suppress(ValueError, OSError):  # nobody reads stderr: it is closed, or a broken pipe
-        warnings.warn(message, kind, stacklevel=level)
+        warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def log(message: str) -> None:

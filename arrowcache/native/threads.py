@@ -12,9 +12,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import warnings
 from contextlib import suppress
 
-from arrowcache.errors import warn
 from arrowcache.lifetimes import at_exit, at_fork
 from arrowcache.native.library import declare, library
 
@@ -74,7 +74,8 @@ class Threads:
 
 def _warn() -> None:
     words = "a thread that reads rows waits for a disk, and is left behind with what it touches"
-    warn(words, ResourceWarning)
+    with suppress(ValueError, OSError):  # nobody reads stderr
+        warnings.warn(words, ResourceWarning, stacklevel=2)
 
 
 def _thread_count() -> int:

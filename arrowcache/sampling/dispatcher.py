@@ -104,8 +104,10 @@ class Dispatcher:
         self._failed_in_a_row = 0
         self._is_settled = False  # a task failed in a way that cannot pass
         self._most_in_a_row = max(options.retries, engine.idle())
+        import tqdm  # 20 ms that `import arrowcache` need not take
+
         self._bar = progress_bar(
-            options.progress, desc=f"sampling {options.name}", unit="seg", total=options.segments
+            tqdm.tqdm, options.progress, desc=f"sampling {options.name}", unit="seg", total=options.segments
         )
 
     def run(self) -> None:

@@ -14,7 +14,6 @@ However a task ends, it closes its generator first, in the thread that drew from
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -29,7 +28,7 @@ import numpy as np
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
 from arrowcache.os_errors import explaining
-from arrowcache.pickling import unpickled
+from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
 from arrowcache.sampling.rows import Rows
 from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
@@ -136,7 +135,6 @@ def failure(task: Task, error: BaseException) -> Done:
 
 #: Errors of which another try would only be one more, whoever raised them.
 _SETTLED = (SchemaError, CacheFormatError, PermissionError, ImportError)
-_CANNOT_UNPICKLE = (AttributeError, TypeError, pickle.UnpicklingError)
 _CANNOT_TAKE = (SamplerError, TypeError, ValueError)
 _E = TypeVar("_E", bound=BaseException)
 
@@ -156,7 +154,7 @@ def sampler_of(data: bytes) -> Sampler:
     """Unpickle a sampler. Raises: any Exception, those of a sampler that does not fit here as settled."""
     try:
         sampler: Sampler = unpickled(data)
-    except _CANNOT_UNPICKLE as error:
+    except CANNOT_UNPICKLE as error:
         settled(error)
         raise
     return sampler

@@ -9,7 +9,6 @@ by some seconds at most, in which it closes its generator. So does one that gets
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 import threading
@@ -151,7 +150,7 @@ def _end_with_the_pool(channel: Channel) -> None:
     time.sleep(_CLOSING_SECONDS)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_INTERRUPTED_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.raise_signal(signal.SIGKILL)
 
 
 _ending: list[int] = []  # not empty once this process ends

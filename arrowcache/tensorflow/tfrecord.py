@@ -169,7 +169,9 @@ class TFRecordImport(Intake):
 
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
-        with progress_bar(progress, desc="importing", unit=" rows") as self._bar:
+        import tqdm  # as in sampling/dispatcher.py
+
+        with progress_bar(tqdm.tqdm, progress, desc="importing", unit=" rows") as self._bar:
             super().run()
         if self.rows_there and not self.imported.rows:
             raise FileExistsError(

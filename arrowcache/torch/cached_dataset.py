@@ -407,6 +407,8 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Returns: the number of items in the cache.
         Raises: the error of the dataset inside.
         """
+        import tqdm
+
         workers = parse_count(workers, "workers", least=0)
         reader = self.reader_here()
         if reader is None:
@@ -423,7 +425,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             collate_fn=list,
             multiprocessing_context="fork" if workers else None,
         )
-        with progress_bar(progress, total=len(missing), unit=" items", desc="filling") as bar:
+        with progress_bar(tqdm.tqdm, progress, total=len(missing), unit=" items", desc="filling") as bar:
             for stored in making:
                 bar.update(len(stored))
                 if not all(stored):

@@ -102,7 +102,7 @@ WORK = {
     """,
     "a loader of processes": """
         with ac.Loader(cache, 1, workers=1, transform=dict) as loader:
-            assert len(list(loader)) == 1
+            assert len(list(loader)) >= 1
     """,
     "a warning": """
         from arrowcache.errors import log, warn
@@ -141,16 +141,21 @@ def test_a_process_without_stderr_works(tmp_path, stream):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", ["closed by the shell", "a pipe that nobody reads", "a full disk"])
-def test_the_command_and_the_demo_work_without_stderr(tmp_path, stream):
-    pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
+def test_the_command_works_without_stderr(tmp_path, stream):
     make_cache(tmp_path / "cache")
     done = run(tmp_path, stream, "", "-m", "arrowcache", "info", str(tmp_path / "cache"))
     assert done.stdout
     assert done.returncode == 0
     done = run(tmp_path, stream, "", "-m", "arrowcache", "info", str(tmp_path / "none"))
-    assert (done.stdout, done.returncode) == ("", 1)
-    done = run(tmp_path, stream, "", "-m", "arrowcache.demo", "--epochs", "2", "--capacity", "64MiB")
-    assert done.stdout.count("\n") >= 5
+    assert (done.stdout, done.returncode) == ("", 2)
+
+
+@pytest.mark.slow
+def test_the_demo_works_without_stderr(tmp_path):
+    pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
+    words = "-m", "arrowcache.demo", "--epochs", "1", "--capacity", "64MiB"
+    done = run(tmp_path, "closed by the shell", "", *words)
+    assert "FAILED: no segment was evicted in 1 epochs" in done.stdout, "it came to its end"
 
 
 def fails(*_: object, **__: object) -> None:
@@ -168,9 +173,10 @@ def test_a_pool_that_cannot_be_made_leaves_no_sign_that_somebody_writes(tmp_path
         "arrowcache.sampling.executors._own",
         "arrowcache.sampling.executors.claim",
     ):
-        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no bar") as caught:
+        with monkeypatch.context() as patched:
             patched.setattr(target, fails)
-            ac.SamplerPool(cache, draws(), progress=False)
+            with pytest.raises(RuntimeError, match="no bar") as caught:
+                ac.SamplerPool(cache, draws(), progress=False)
         kept.append(caught)  # its traceback has the pool
         assert not cache.store.usage.somebody_writes(), target
     for options in ({"on_full": "perhaps"}, {"timeout": -1}, {"max_delay": "soon"}):

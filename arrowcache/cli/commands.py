@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def known_to(command: str) -> set[str]:
-    """The options and arguments of a command, as its help names them; of none, if there is no such command."""
+    """The options and arguments of a command, as its help names them. Empty: there is no such command."""
     found = getattr(typer.main.get_command(app), "commands", {}).get(command)
     return {
         name
@@ -282,7 +282,7 @@ def export(
         typer.Option(
             "--rows",
             metavar="ROWS",
-            help="'included': what is not excluded; 'all': also that, with marks; a tag; or a row's id, 83:26.",
+            help="'included': what is not excluded; 'all': also that, marked; a tag; or a row's id, 83:26.",
         ),
     ] = INCLUDED,
 ) -> None:

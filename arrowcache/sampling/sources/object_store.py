@@ -127,7 +127,9 @@ class ObjectStore:
         )
         if not files:
             endings = Counter(_ending(info.path) for info in found if info.type == fs.FileType.File)
-            has = ", ".join(f"{count} {ending or 'without ending'}" for ending, count in endings.most_common(5))
+            has = ", ".join(
+                f"{count} {ending or 'without ending'}" for ending, count in endings.most_common(5)
+            )
             what = f"no file that ends in {' or '.join(suffixes)}" + (f"; it has {has}" if has else "")
             if packed := [ending for ending in endings if _unpacked(ending) in suffixes]:
                 what += f": decompress those that end in {' or '.join(packed)}"

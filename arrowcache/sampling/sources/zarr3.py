@@ -90,8 +90,8 @@ def _missing(store: ObjectStore, path: str, name: str) -> Exception:
                 return SamplerError(f"{name}: cannot be read as Zarr v3: {what}")
             if any(store.is_file(f"{path}/{part}") for part in _OF_VERSION_2):
                 what = (
-                    "no array of Zarr v3: it is Zarr version 2, whose filters may run code of the file: convert it, "
-                    "such as by xarray's to_zarr(zarr_format=3) or by `zarr migrate v3`"
+                    "no array of Zarr v3: it is Zarr version 2, whose filters may run code of the file: "
+                    "convert it, such as by xarray's to_zarr(zarr_format=3) or by `zarr migrate v3`"
                 )
                 return FileNotFoundError(errno.ENOENT, what, name)
             if path != asked and store.is_file(f"{path}/{_METADATA}"):

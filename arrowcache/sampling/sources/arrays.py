@@ -186,7 +186,7 @@ def _strides(shape: tuple[int, ...], itemsize: int, in_fortran_order: bool) -> t
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How numbers are unpacked: what is stored * scale + offset, with NaN for what is missing.
+    """The rule that unpacks numbers: stored * scale + offset, and NaN for a missing value.
 
     The attributes are `scale_factor`, `add_offset`, `_FillValue`, `missing_value` and netCDF's `_Unsigned`, as
     in xarray and the Climate and Forecast (CF) Metadata Conventions 1.11, sections 2.5.1 and 8.1.

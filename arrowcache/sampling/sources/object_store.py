@@ -276,13 +276,13 @@ def _as_filesystem(filesystem: Any) -> fs.FileSystem | None:
 
 
 def _ending(path: str) -> str:
-    """What a file's name ends in, such as .tar.gz."""
+    """The end of a file's name, such as .tar.gz."""
     before, ending = os.path.splitext(path)
     return os.path.splitext(before)[1] + ending if ending in _COMPRESSED else ending
 
 
 def _unpacked(ending: str) -> str | None:
-    """What a compressed file's name ends in once it is not."""
+    """The end of a compressed file's name after it was decompressed. None: it is not compressed."""
     before, packing = os.path.splitext(f"x{ending}")
     if packing not in _COMPRESSED:
         return None

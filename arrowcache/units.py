@@ -128,7 +128,7 @@ def format_share(part: float, whole: float) -> str:
 
 
 def did_you_mean(name: object, names: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """Return a question that names what comes near a name which is unknown, and ends in a space; or nothing."""
+    """Return a question that names what is like an unknown name, and a space. Empty: nothing is."""
     import difflib  # 4 ms that only an error takes
 
     near = difflib.get_close_matches(str(name), [*names])

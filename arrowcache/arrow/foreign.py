@@ -46,7 +46,7 @@ _FORMATS = (  # first bytes, the format's name, what else to say of a file of it
     (b"7z\xbc\xaf\x27\x1c", "7z", "it is a 7z archive: unpack it"),
     (b"PAR1", "Parquet", "it is a Parquet file"),
     (b"\x89HDF\r\n\x1a\n", "HDF5", "it is an HDF5 file"),
-    *((start, "netCDF-3", "it is a netCDF file of version 3, which is no HDF5: convert it by nccopy -k netCDF-4")
+    *((start, "netCDF-3", "it is a netCDF file of version 3, and no HDF5: convert it by nccopy -k netCDF-4")
       for start in (b"CDF\1", b"CDF\2", b"CDF\5")),
     (b"\x93NUMPY", "npy", "it is a .npy file"),
     (b"ARROW1", "Arrow", "it is an Arrow IPC file"),
@@ -167,7 +167,7 @@ def require_fields(fields: pa.Schema, schema: Schema) -> None:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """A column of a file without an extension type or a view: one whose rows Arrow can take, filter and fill."""
+    """A column of a file without its extension type or views: Arrow can take, filter and fill its rows."""
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     known = plain_type(column.type)

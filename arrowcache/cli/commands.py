@@ -46,12 +46,24 @@ def run(arguments: Sequence[str]) -> int:
     except _USAGE_ERROR as error:
         said = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
         return _fail(f"{said}. See 'arrowcache --help'.", USAGE)
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
+    except (ValueError, TypeError, IndexError, FileNotFoundError, FileExistsError, ImportError) as error:
         is_query = arguments[:1] == ["sql"] and isinstance(error, ValueError)  # an answer in DuckDB's words
-        return _fail(sentence_of(error) if is_query else of_shell(sentence_of(error)), USAGE)
+        said = sentence_of(error)
+        return _fail(said if is_query else of_shell(said, known_to(arguments[0])), USAGE)
     except (ArrowCacheError, OSError) as error:
-        return _fail(of_shell(sentence_of(error)), WRONG)
+        return _fail(of_shell(sentence_of(error), known_to(arguments[0])), WRONG)
     return code if isinstance(code, int) else OK
+
+
+def known_to(command: str) -> set[str]:
+    """The options and arguments of a command, as its help names them. Empty: there is no such command."""
+    found = getattr(typer.main.get_command(app), "commands", {}).get(command)
+    return {
+        name
+        for parameter in getattr(found, "params", ())
+        for name in (parameter.metavar, *parameter.opts)
+        if name is not None
+    }
 
 
 def _fail(sentence: str, code: int) -> int:
@@ -270,7 +282,7 @@ def export(
         typer.Option(
             "--rows",
             metavar="ROWS",
-            help="'included': what is not excluded; 'all': also that, with marks; a tag; or a row's id, 83:26.",
+            help="'included': what is not excluded; 'all': also that, marked; a tag; or a row's id, 83:26.",
         ),
     ] = INCLUDED,
 ) -> None:

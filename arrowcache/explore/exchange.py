@@ -61,12 +61,12 @@ def export_parquet(
 
     Args:
         folder: a new or empty one, outside of the cache's.
-        columns: which, in this order; `_seq`, `_row` and notes can be named, too, as in `to_pandas`. None for all
-            that the cache has, and with rows="all" the notes behind them, if there are any.
+        columns: which, in this order; `_seq`, `_row` and notes can be named, too, as in `to_pandas`. None
+            for all that the cache has, and with rows="all" the notes behind them, if there are any.
         progress: show a bar; None: in a terminal or a notebook.
-        rows: as of a Loader: "included" leaves out what is excluded; "all", with `_excluded`, `_reason`, `_tags`
-            and annotations as columns; a tag; ids, such as the result of `sql` with `_seq` and `_row`; or a
-            function of a segment's columns.
+        rows: as of a Loader: "included" leaves out what is excluded; "all", with `_excluded`, `_reason`,
+            `_tags` and annotations as columns; a tag; ids, such as the result of `sql` with `_seq` and
+            `_row`; or a function of a segment's columns.
     Returns: the files, oldest segment first, of the segments that have such rows; none of an empty cache.
     Blocks: while it is written. After an error complete files stay.
     Raises: FileExistsError: the folder holds something. OSError: a file cannot be written.
@@ -97,7 +97,10 @@ def export_parquet(
             fields, arrays = [], []
             for name in names:
                 if name in schema:
-                    array, metadata = _plain(batch.column(name), schema[name]), schema.arrow.field(name).metadata
+                    array, metadata = (
+                        _plain(batch.column(name), schema[name]),
+                        schema.arrow.field(name).metadata,
+                    )
                 else:
                     array, metadata = _of_rows(name, notes, segment, start), {NOTE_KEY: b""}
                 fields.append(pa.field(name, array.type, nullable=name in notes, metadata=metadata))
@@ -119,7 +122,9 @@ def _of_rows(name: str, notes: Mapping[str, pa.Array], segment: SegmentInfo, sta
     """Ids or notes of a segment's rows, whose first is row `start` of the snapshot."""
     if name in notes:
         return notes[name].slice(start, segment.rows)
-    return pa.array(np.full(segment.rows, segment.seq) if name == SEQ else np.arange(segment.rows), pa.int64())
+    return pa.array(
+        np.full(segment.rows, segment.seq) if name == SEQ else np.arange(segment.rows), pa.int64()
+    )
 
 
 def _none_chosen(store: Store, rows: object, count: int) -> ValueError:

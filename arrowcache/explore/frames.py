@@ -44,9 +44,7 @@ def head(cache: AnyCache, n: int = 5, columns: Sequence[str] | None = None) -> p
         return frame_of(snapshot, store, ids, _with_ids(store, snapshot, columns))
 
 
-def sample(
-    cache: AnyCache, n: int = 5, seed: int = 0, columns: Sequence[str] | None = None
-) -> pd.DataFrame:
+def sample(cache: AnyCache, n: int = 5, seed: int = 0, columns: Sequence[str] | None = None) -> pd.DataFrame:
     """Rows drawn at random from all, none of them twice, with the columns that `head` has.
 
     Args:

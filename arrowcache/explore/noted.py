@@ -61,7 +61,7 @@ class Noted:
 
 
 def select_with_notes(schema: Schema, noted: Noted, columns: object) -> tuple[str, ...]:
-    """As `Schema.select`, of at least one column, where ids and notes can be named, too. None: the cache's own."""
+    """As `Schema.select`, of at least one column. Ids and notes can be named, too. None: the cache's own."""
     if columns is None or isinstance(columns, str) or not hasattr(columns, "__iter__"):
         return schema.select(columns)  # or raises
     chosen: tuple[str, ...] = tuple(columns)

@@ -20,7 +20,6 @@ import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.explore.noted import Noted

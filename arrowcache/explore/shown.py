@@ -33,7 +33,7 @@ class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type informat
         """As pandas does it. Tensors are nested lists, of a fixed size where all have one shape.
 
         `import_parquet` and `ParquetRows` have them back as tensors. A complex number is a list of two.
-        `export_parquet(cache, folder, rows=frame)` writes the rows of a large result without a copy in memory.
+        `export_parquet(cache, folder, rows=frame)` writes the rows of a large result from the cache.
         """
         plain, types = pd.DataFrame(self), dict[str, pa.DataType]()
         for name in [name for name in self.columns if plain[name].dtype.kind in "Oc"]:
@@ -45,7 +45,9 @@ class Rows(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type informat
             if kwargs.get("index") is None and not self.index.equals(pd.RangeIndex(len(self))):
                 kwargs["index"] = True  # a schema of ours would lose it
             others = pa.Schema.from_pandas(plain.drop(columns=list(types)), kwargs.get("index"))
-            fields = {field.name: field for field in others} | {name: pa.field(name, types[name]) for name in types}
+            fields = {field.name: field for field in others} | {
+                name: pa.field(name, types[name]) for name in types
+            }
             order = [*map(str, plain.columns), *(name for name in others.names if name not in plain.columns)]
             kwargs["schema"] = pa.schema([fields[name] for name in order])
         return plain.to_parquet(path, *args, **kwargs)

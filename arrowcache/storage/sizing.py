@@ -135,11 +135,16 @@ def require_pace(pace: Pace | None, settings: Settings) -> None:
         )
 
 
-def require_capacity(settings: Settings) -> None:
-    """Make sure that the capacity holds some segments, and the rows that the pace waits for."""
+def require_capacity(settings: Settings, is_new: bool = True) -> None:
+    """Make sure that the capacity holds some segments, and the rows that the pace waits for.
+
+    Args:
+        is_new: of a cache that is being made: its segments can still be smaller.
+    """
     least = _least_capacity(settings.segment_bytes)
     if settings.capacity_bytes < least:
-        instead = "give a new folder" if settings.dataset else "lower segment_bytes"
+        smaller = "lower segment_bytes" if is_new else "make a new cache of smaller segments"
+        instead = "give a new folder" if settings.dataset else smaller
         raise ValueError(
             f"a capacity of {format_bytes(settings.capacity_bytes)} is under {_LEAST_SEGMENTS} segments of "
             f"{format_bytes(settings.segment_bytes)}: raise capacity to {format_enough(least)}, or {instead}"

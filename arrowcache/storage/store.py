@@ -728,7 +728,7 @@ class Store:
         with self.locked():
             self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)
-            require_capacity(settings)
+            require_capacity(settings, is_new=False)
             self._end_idle_leases(self.segments())
             self.folder.sweep()
             shrinks = capacity_bytes < self.settings.capacity_bytes

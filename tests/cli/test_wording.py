@@ -16,6 +16,8 @@ from arrowcache.cli.wording import of_shell
 
 pytest.importorskip("typer", reason="the extra 'explore' is not installed")
 
+from arrowcache.cli.commands import known_to
+
 PYTHON = re.compile(
     r"\w=(?!=)|\bac\.|\bCache\.|\bcache\.\w+\(|arrowcache\.\w|\bschema=|exist_ok|Tensor\(|None\b|_"
 )
@@ -42,6 +44,8 @@ PYTHON = re.compile(
          "unknown column 'segment_bytes': the cache has a"),
         ("/data/schema=1/capacity=2/a.parquet: no field", "/data/schema=1/capacity=2/a.parquet: no field"),
         ("columns must be a list", "columns must be a list"),
+        ("can be freed; raise capacity, or raise headroom, or pass on_full='wait'",
+         "can be freed; or raise the capacity by `arrowcache resize`"),
         (
             "cannot be read with compression=None: torn, or say which of (None, 'GZIP', 'ZLIB') it has",
             "cannot be read: torn, or call it .gz if it is compressed by gzip",
@@ -52,11 +56,34 @@ def test_python_words_become_those_of_the_shell(python, shell):
     assert of_shell(python) == shell
 
 
+@pytest.mark.parametrize(
+    ("command", "shell"),
+    [
+        ("create", "raise --capacity to 4 MiB, or lower --segment-bytes; column 'x', rows 'all'"),
+        ("resize", "raise CAPACITY to 4 MiB, or lower segment bytes; column 'x', rows 'all'"),
+        ("import", "raise --capacity to 4 MiB, or lower --segment-bytes; column 'x', rows 'all'"),
+        ("export", "raise capacity to 4 MiB, or lower segment bytes; --column 'x', --rows 'all'"),
+        ("head", "raise capacity to 4 MiB, or lower segment bytes; --column 'x', --rows 'all'"),
+        ("nonsense", "raise capacity to 4 MiB, or lower segment bytes; column 'x', rows 'all'"),
+    ],
+)
+def test_only_options_are_named_that_the_command_has(command, shell):
+    said = "under 4 segments: raise capacity to 4 MiB, or lower segment_bytes; columns='x', rows='all'"
+    assert of_shell(said, known_to(command)) == f"under 4 segments: {shell}"
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Caches and files that commands cannot do much with."""
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
+    cache.annotate([(0, 0)], loss=[1.0])
+    publish(excluded := make_cache(tmp_path / "excluded"), 1)
+    excluded.exclude([(0, row) for row in range(16)])
+    publish(leased := make_cache(tmp_path / "leased"), 20)
+    held = ac.Cache.create(tmp_path / "held", {"id": ac.Tensor("int64")}, "512KiB", "64KiB")
+    with held.writer() as writer:
+        writer.extend(id=np.arange(50_000))
     for file in segment_files(make_damaged(tmp_path)):
         flip_byte(file, -1)
     (tmp_path / "file").write_text("text")
@@ -71,8 +98,10 @@ def folder(tmp_path, monkeypatch):
     pq.write_table(pa.table({"id": ["a"], "image": [1]}), tmp_path / "types.parquet")
     pq.write_table(pa.table({"s": ["x" * 100_000]}), tmp_path / "wide.parquet")
     pq.write_table(pa.table({"id": np.arange(3)}), tmp_path / "good.parquet")
+    pq.write_table(pa.table({"id": np.arange(60_000)}), tmp_path / "many.parquet")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with leased.snapshot(), held.snapshot():
+        yield tmp_path
 
 
 def make_damaged(folder: Path) -> ac.Cache:
@@ -94,6 +123,13 @@ WRONG_USAGES = [
     ["describe", "cache", "-c", "nothing"], ["sql", "cache", "selec 1"],
     ["sql", "cache", "select x from cache"],
     ["evict", "cache", "some"], ["evict", "cache", "-1"], ["evict", "cache", "0"], ["evict", "cache", "1 XB"],
+    ["resize", "cache", "100KiB"], ["resize", "leased", "300KiB"],
+    ["export", "cache", "out", "--rows", "hrad"], ["export", "excluded", "out"],
+    ["export", "cache", "out", "--rows", "99:1"], ["export", "cache", "out", "--rows", ""],
+    ["describe", "cache", "-c", "loss"], ["create", "new", "--like", "cache", "--capacity", "100KiB"],
+    ["create", "new", "--like", "cache", "--segment-rows", "99999999"],
+    ["import", "wide.parquet", "tiny", "--capacity", "1MiB", "--segment-bytes", "1KiB"],
+    ["import", "many.parquet", "held"],
     ["resize", "cache", "some"], ["resize", "cache", "1"], ["resize", "cache", "0MiB"],
     ["watch", "cache", "--interval", "0"], ["watch", "cache", "--interval", "nan"],
     ["watch", "cache", "-i", "x"],
@@ -133,12 +169,14 @@ def test_no_wrong_usage_is_answered_in_python(call, folder):
     for arguments in WRONG_USAGES:
         before = sorted(path for path in folder.rglob("*") if "segments" not in path.parts)
         code, out, err = call(*arguments)
-        said = err.replace(str(folder), "")
+        said = re.sub(r"by pid \d+ \(.*?\)", "by a process", err.replace(str(folder), ""))
         assert code != 0, (arguments, out)
         assert "Traceback" not in err, (arguments, err)
         assert err.startswith("arrowcache: ") or (out and not err), (arguments, err)
         lines = [line for line in said.splitlines() if not line.startswith("arrowcache: warning: ")]
         assert len(lines) == (1 if err else 0), (arguments, err)
+        given = known_to(arguments[0])  # by which the advice can be followed
+        assert {*re.findall(r"(?<!\S)--[a-z-]+", said)} <= {*given, "--help", "--nope"}, (arguments, err)
         assert arguments[0] == "sql" or not PYTHON.search(re.sub(r"'[^']*'", "''", said)), (arguments, err)
         after = sorted(path for path in folder.rglob("*") if "segments" not in path.parts)
         known = [path for path in after if not {"quarantine", "out"} & set(path.parts)]

@@ -13,8 +13,8 @@ import arrowcache as ac
 from arrowcache import explore
 from arrowcache.arrow.foreign import kind_of
 from arrowcache.explore import exchange
-from arrowcache.sampling.sources import ParquetRows
 from arrowcache.explore.exchange import export_parquet, import_parquet
+from arrowcache.sampling.sources import ParquetRows
 
 SIZES = {"capacity": "8MiB", "segment_bytes": "1MiB"}
 
@@ -148,7 +148,8 @@ def test_an_unknown_column_makes_no_folder(cache, tmp_path):
 # rows
 
 ROWS = [
-    ("included", [0, *range(2, 48)]), ("all", range(48)), ("hard", [2, 19]), ("1:3", [19]), ([(0, 1), (0, 2)], [2]),
+    ("included", [0, *range(2, 48)]), ("all", range(48)), ("hard", [2, 19]), ("1:3", [19]),
+    ([(0, 1), (0, 2)], [2]),
     (np.array([[0, 0], [2, 5]]), [0, 37]), (lambda columns: columns["id"] % 16 == 1, [17, 33]),
     ({"_seq": [2, 2, 0], "_row": [7, 7, 0]}, [0, 39]),
 ]  # fmt: skip
@@ -168,7 +169,10 @@ def test_the_rows_that_are_exported_are_those_that_a_loader_would_read(cache, tm
 
 
 def test_all_rows_are_exported_with_their_marks_which_are_no_columns_of_another_cache(cache, tmp_path):
-    assert pq.read_table(export_parquet(cache, tmp_path / "plain", rows="all")[0]).column_names == ["id", "image"]
+    assert pq.read_table(export_parquet(cache, tmp_path / "plain", rows="all")[0]).column_names == [
+        "id",
+        "image",
+    ]
     cache.exclude([(0, 1), (2, 0)], reason="bad")
     cache.tag([(1, 3)], "hard")
     cache.annotate([(0, 2)], loss=[0.5])
@@ -189,7 +193,7 @@ def test_ids_and_notes_can_be_named_as_columns(cache, tmp_path):
     assert pq.read_table(file).to_pydict() == {"_row": [3], "id": [19], "_seq": [1], "_tags": [["hard"]]}
     assert len(export_parquet(cache, tmp_path / "ids", ["_seq", "_row"])) == 3
     for columns in (["_seq", "_seq"], ["_seq", "imag"], []):
-        with pytest.raises(ValueError, match="twice|did you mean|empty"):
+        with pytest.raises(ValueError, match=r"twice|did you mean|empty"):
             export_parquet(cache, tmp_path / "none", columns)
 
 
@@ -226,7 +230,8 @@ def test_tensors_of_a_frame_are_written_as_parquet_and_come_back(varied, tmp_pat
     pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
     pytest.importorskip("duckdb", reason="the extra 'explore' is not installed")
     frame = {
-        "to_pandas": lambda: explore.to_pandas(varied), "sql": lambda: explore.sql(varied, "select * from cache"),
+        "to_pandas": lambda: explore.to_pandas(varied),
+        "sql": lambda: explore.sql(varied, "select * from cache"),
         "sample": lambda: explore.sample(varied, 9), "a part": lambda: explore.to_pandas(varied).iloc[3:9:2],
     }[made_by]()  # fmt: skip
     frame.to_parquet(tmp_path / "x.parquet")

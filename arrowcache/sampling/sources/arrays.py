@@ -5,7 +5,7 @@
     any other path              Zarr v3 (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
 
 An `Array` has shape and dtype, reads boxes, and can be closed. Nothing here unpickles: arrays of objects are
-refused. HDF5 and Zarr have attributes: `Packing` says which of them make other numbers of those that are stored.
+refused. HDF5 and Zarr arrays have attributes: `Packing` says how some of them change the stored numbers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Address(NamedTuple):
 def split_uri(uri: str) -> Address:
     """Split a URI or path from the name after its #.
 
-    In a local path, which may have a # itself, only after run.h5 or run.zarr, or if what is before it is there
-    and the whole is not.
+    In a local path, which may have a # itself, only after run.h5 or run.zarr, or if what is before it exists
+    and the whole path does not.
     """
     if "://" in uri:
         before, _, inner = uri.partition("#")
@@ -84,7 +84,9 @@ def open_array(store: ObjectStore, address: Address, decode: bool) -> Array:
         that format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file or group
         without a dataset's name. SchemaError: an attribute of packed numbers that is none.
     """
-    array = _open(store, address, name := store.name(address.path) + f"#{address.inner}" * bool(address.inner))
+    array = _open(
+        store, address, name := store.name(address.path) + f"#{address.inner}" * bool(address.inner)
+    )
     if not decode:
         return array
     try:
@@ -184,11 +186,11 @@ def _strides(shape: tuple[int, ...], itemsize: int, in_fortran_order: bool) -> t
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How numbers are unpacked: what is stored * scale + offset, with NaN for what is missing.
+    """The rule that unpacks numbers: stored * scale + offset, and NaN for a missing value.
 
-    As CF says it (Climate and Forecast Metadata Conventions 1.11, sections 2.5.1 and 8.1), and as xarray does it,
-    by the attributes `scale_factor`, `add_offset`, `_FillValue`, `missing_value` and netCDF's `_Unsigned`. Not by
-    `valid_range`, nor by Zarr's or HDF5's own fill value, which is that of cells that nobody wrote.
+    The attributes are `scale_factor`, `add_offset`, `_FillValue`, `missing_value` and netCDF's `_Unsigned`, as
+    in xarray and the Climate and Forecast (CF) Metadata Conventions 1.11, sections 2.5.1 and 8.1.
+    `valid_range` is not used, nor Zarr's and HDF5's own fill value: that is the value of unwritten cells.
 
     Args:
         dtype: of the unpacked numbers.
@@ -274,21 +276,19 @@ def packing_of(attribute: Callable[[str], Any], dtype: np.dtype[Any], name: str)
 def _float_of(
     stored: np.dtype[Any], scale: NDArray[Any] | None, offset: NDArray[Any] | None
 ) -> np.dtype[Any]:
-    """The dtype of unpacked numbers, as xarray has it: that of the attributes, if it is a float32 or float64.
+    """The dtype of unpacked numbers, as xarray has it: float32 if the attributes are, else float64.
 
-    It is float64 if both are given and differ, if there is an offset alone, and for integers of 4 bytes.
+    It is float64, too, if there is an offset alone, and for integers of 4 bytes with both.
     """
-    chosen = np.dtype(np.float64)
-    if scale is not None and scale.dtype in (np.float32, np.float64):
-        if offset is None:
-            chosen = scale.dtype
-        elif offset.dtype == scale.dtype and not (stored.kind in "iu" and stored.itemsize == 4):
-            chosen = scale.dtype
-    return np.result_type(chosen, stored) if stored.kind == "c" else chosen.newbyteorder("=")
+    is_short = scale is not None and scale.dtype.type is np.float32
+    if is_short and offset is not None:
+        is_short = offset.dtype.type is np.float32 and not (stored.kind in "iu" and stored.itemsize == 4)
+    chosen: np.dtype[Any] = np.dtype(np.float32 if is_short else np.float64)
+    return np.result_type(chosen, stored) if stored.kind == "c" else chosen
 
 
 def _stored_as(dtype: np.dtype[Any], unsigned: Any) -> np.dtype[Any]:
-    """What stored integers are, by netCDF's `_Unsigned`: the format of before netCDF-4 has no unsigned ones."""
+    """Return the dtype of stored integers by netCDF's `_Unsigned`: netCDF-3 has only signed ones."""
     says = _text(unsigned)
     if dtype.kind == "i" and says == "true":
         return np.dtype(f"u{dtype.itemsize}")
@@ -308,7 +308,7 @@ def _as_stored(value: Any, stored: np.dtype[Any]) -> Any:
 
 
 def _numbers(value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The numbers of an attribute. JSON has no NaN, so xarray writes floats into Zarr as base64 of 8 bytes."""
+    """The numbers of an attribute. xarray writes a float into Zarr as base64 of 8 bytes: JSON has no NaN."""
     if dtype.kind == "c" and isinstance(value, list) and len(value) == 2:  # as xarray writes a complex one
         return np.array(complex(*(_numbers(part, np.dtype(np.float64)).item() for part in value)))
     array = np.asarray(value)
@@ -337,6 +337,6 @@ def _text(value: Any) -> str:
 
 def _unusable(name: str, attribute: str, value: Any, wanted: str) -> SchemaError:
     return SchemaError(
-        f"{name}: its attribute {attribute} is {value!r}, which should be {wanted}: pass decode=False to have the "
-        "numbers as they are stored"
+        f"{name}: its attribute {attribute} is {value!r}, which should be {wanted}: pass decode=False to "
+        "have the numbers as they are stored"
     )

@@ -65,18 +65,14 @@ class Hdf5Array:
             return found
         if isinstance(found, h5py.Dataset):
             raise SchemaError(f"{self._name}: the dataset {inner!r} is empty: it has no shape")
+        what = f"no dataset {inner!r}" if inner else "say which dataset"
+        group, before = self._file, ""
+        if isinstance(found, h5py.Group):
+            what, group, before = f"{inner!r} is a group: say which dataset", found, f"{inner.strip('/')}/"
         names: list[str] = []
-        is_group = isinstance(found, h5py.Group)
-        (found if is_group else self._file).visititems(
-            lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
+        group.visititems(
+            lambda name, thing: names.append(before + name) if isinstance(thing, h5py.Dataset) else None
         )
-        if is_group:
-            what = f"{inner!r} is a group: say which dataset"
-            names = [f"{inner.strip('/')}/{name}" for name in names]
-        elif inner:
-            what = f"no dataset {inner!r}"
-        else:
-            what = "say which dataset"
         raise ValueError(f"{self._name}: {what}; {names_in('the file', names, inner)}")
 
     def _run(self, read: Callable[[], T]) -> T:

@@ -131,7 +131,9 @@ class ObjectStore:
         )
         if not files:
             endings = Counter(_ending(info.path) for info in found if info.type == fs.FileType.File)
-            has = ", ".join(f"{count} {ending or 'without ending'}" for ending, count in endings.most_common(5))
+            has = ", ".join(
+                f"{count} {ending or 'without ending'}" for ending, count in endings.most_common(5)
+            )
             what = f"no file that ends in {' or '.join(suffixes)}" + (f"; it has {has}" if has else "")
             if packed := [ending for ending in endings if _unpacked(ending) in suffixes]:
                 what += f": decompress those that end in {' or '.join(packed)}"
@@ -284,13 +286,13 @@ def _as_filesystem(filesystem: Any) -> fs.FileSystem | None:
 
 
 def _ending(path: str) -> str:
-    """What a file's name ends in, such as .tar.gz."""
+    """The end of a file's name, such as .tar.gz."""
     before, ending = os.path.splitext(path)
     return os.path.splitext(before)[1] + ending if ending in _COMPRESSED else ending
 
 
 def _unpacked(ending: str) -> str | None:
-    """What a compressed file's name ends in once it is not."""
+    """The end of a compressed file's name after it was decompressed. None: it is not compressed."""
     before, packing = os.path.splitext(f"x{ending}")
     if packing not in _COMPRESSED:
         return None

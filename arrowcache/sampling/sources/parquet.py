@@ -249,7 +249,9 @@ def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | Non
             _filtered(fields.empty_table(), condition)  # `subset` accepts other objects, too
         except pa.ArrowException as error:
             why = " ".join(str(error).split())
-            raise SchemaError(f"{store.name(file.path)}: the filter {condition} does not fit: {why}") from None
+            raise SchemaError(
+                f"{store.name(file.path)}: the filter {condition} does not fit: {why}"
+            ) from None
         with suppress(pa.ArrowException):  # of a column of views: what statistics say cannot be asked
             fragment = fragment.subset(condition)
     return _Footer(fields, [(group.id, group.num_rows) for group in fragment.row_groups])
@@ -282,7 +284,7 @@ class _Open:
 
 
 def _filtered(table: pa.Table, condition: pc.Expression) -> pa.Table:
-    """Return the rows for which a condition is true, in order. As Table.filter, but in this thread, and plain."""
+    """Return the rows for which a condition is true, in order and plain. As Table.filter, in this thread."""
     columns = [pa.chunked_array(map(plain, each.chunks), plain_type(each.type)) for each in table.columns]
     table = pa.table(columns, table.column_names)
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
@@ -368,4 +370,3 @@ def _joined(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-

@@ -88,7 +88,9 @@ class WebDatasetShards(Source):
                 )
             self._fields = tuple(self.schema)
             self._kinds = self.schema
-        first = next(self._samples(self._shards[0]), None)  # with a schema, too: what does not fit says so now
+        first = next(
+            self._samples(self._shards[0]), None
+        )  # with a schema, too: what does not fit says so now
         if schema is None:
             if first is None:
                 raise SamplerError(f"{self._name(self._shards[0])}: there is no sample in it")
@@ -116,7 +118,9 @@ class WebDatasetShards(Source):
     def _samples(self, shard: ListedFile) -> Iterator[dict[str, Any]]:
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
-            raise self._damaged(shard, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}")
+            raise self._damaged(
+                shard, f"it has {shard.nbytes} bytes, and tar has blocks of {tarfile.BLOCKSIZE}"
+            )
         with io.BufferedReader(StoreFile(self._store, shard.path, shard.nbytes), _BUFFER_BYTES) as file:
             try:
                 with tarfile.open(fileobj=file, mode="r|") as tar:

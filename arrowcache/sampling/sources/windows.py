@@ -55,21 +55,22 @@ class ArrayWindows(Source):
             taken whole. A mapping field name -> window, if they differ: all begin at the same
             place, so `{"signal": (256,), "label": (1,)}` is 256 values and the label of the first.
         weights: relative frequency of each of `arrays`. None means in proportion to its places.
-        decode: unpack numbers as CF says, where attributes of a Zarr or HDF5 array (netCDF-4 too) ask for it:
-            stored * scale_factor + add_offset, NaN for _FillValue and missing_value, unsigned by _Unsigned.
-            These are floats, of the dtype that xarray has: that of scale_factor and add_offset if both have the
-            same or there is only a scale_factor, but float64 for integers of 4 bytes; else float64. With
-            missing values alone integers of 1 or 2 bytes become float32 and larger ones float64, floats stay.
-            False: as stored. Times ("days since 1900-01-01") and flags stay numbers either way.
+        decode: unpack the numbers of HDF5 and Zarr arrays (netCDF-4 too) by their attributes, as CF says:
+            stored * scale_factor + add_offset; NaN for _FillValue and missing_value; unsigned by _Unsigned.
+            The dtype is a float, chosen as xarray does: that of both attributes if they are alike (but
+            float64 for integers of 4 bytes), or of a scale_factor alone, else float64; with missing values
+            alone float32 for integers of 1 or 2 bytes, float64 for larger ones, and floats keep theirs.
+            False: as stored. Times ("days since 1900-01-01") and flags are numbers in both cases.
         with_position: add "recording", the number in `arrays`, and "position", the window's begin
             along each axis that is cut.
         filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None means the URI's own.
         retries: number of further attempts at a read before its error is raised.
-    Raises: FileNotFoundError, PermissionError, OSError: the store. ValueError: a window that is larger than
-        the array: names array, axis and sizes; a weight that is not positive and finite; an HDF5 file or group
-        without a dataset's name. SchemaError: arrays that differ from those before them, or whose axes differ where they
-        are cut at the same place; an attribute that cannot be used to decode.
-        SamplerError: a damaged file, one of another format, a Zarr group; says which arrays it has. ModuleNotFoundError: says what to install.
+    Raises: FileNotFoundError, PermissionError, OSError: the store, or no such array; says which there are.
+        ValueError: a window that is larger than the array: names array, axis and sizes; a weight that is not
+        positive and finite; an HDF5 file or group without a dataset's name. SchemaError: arrays that differ
+        from those before them, or whose axes differ where they are cut at the same place; an attribute that
+        cannot be used to decode. SamplerError: a damaged file, one of another format, or a Zarr group.
+        ModuleNotFoundError: says what to install.
     """
 
     def __init__(

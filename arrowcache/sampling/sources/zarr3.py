@@ -81,7 +81,7 @@ class ZarrArray:
 
 
 def _missing(store: ObjectStore, path: str, name: str) -> Exception:
-    """What to raise where no array is: it may be of version 2, another file, or misspelt."""
+    """Return the error of a path without an array: of version 2, another file, or misspelt."""
     asked = path
     with suppress(OSError):  # of folders above it, which may be another's
         while path:
@@ -90,8 +90,8 @@ def _missing(store: ObjectStore, path: str, name: str) -> Exception:
                 return SamplerError(f"{name}: cannot be read as Zarr v3: {what}")
             if any(store.is_file(f"{path}/{part}") for part in _OF_VERSION_2):
                 what = (
-                    "no array of Zarr v3: it is Zarr version 2, whose filters may run code of the file: convert it, "
-                    "such as by xarray's to_zarr(zarr_format=3) or by `zarr migrate v3`"
+                    "no array of Zarr v3: it is Zarr version 2, whose filters may run code of the file: "
+                    "convert it, such as by xarray's to_zarr(zarr_format=3) or by `zarr migrate v3`"
                 )
                 return FileNotFoundError(errno.ENOENT, what, name)
             if path != asked and store.is_file(f"{path}/{_METADATA}"):
@@ -123,7 +123,7 @@ def _arrays_in(store: ObjectStore, group: str) -> list[str]:
 
 
 def _metadata(store: ObjectStore, path: str) -> Mapping[str, Any]:
-    """What describes an array or a group; nothing, if nothing does, or it is damaged."""
+    """Return the content of a zarr.json; nothing of one that is not there, or damaged."""
     try:
         with store.run(lambda: store.open(f"{path}/{_METADATA}"), path) as file:
             found = json.loads(file.read())

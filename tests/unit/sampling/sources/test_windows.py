@@ -157,7 +157,7 @@ def packed(folder: Path, kind: str, stored: np.ndarray, attributes: dict, name: 
 #: what is stored, its attributes, the dtype and the numbers that CF has it stand for; where a file format has
 #: its attributes in other types: of Zarr's JSON
 PACKED = [
-    (np.int16([0, 1, -32768, 500]), {"scale_factor": 0.5, "add_offset": 270.0, "_FillValue": np.int16(-32768)},
+    (np.int16([0, 1, -1, 500]), {"scale_factor": 0.5, "add_offset": 270.0, "_FillValue": np.int16(-1)},
      "float64", [270.0, 270.5, NAN, 520.0]),
     (np.int16([0, 4, -1]), {"scale_factor": 0.25}, "float64", [0.0, 1.0, -0.25]),
     (np.int16([0, 4, -1]), {"add_offset": 10}, "float64", [10.0, 14.0, 9.0]),
@@ -165,15 +165,18 @@ PACKED = [
     (np.uint8([0, 4, 255]), {"_FillValue": np.uint8(255)}, "float32", [0.0, 4.0, NAN]),
     (np.int32([1, 2**30 + 1, -1]), {"_FillValue": np.int32(-1)}, "float64", [1.0, 2.0**30 + 1, NAN]),
     (np.int64([1, 2, -1]), {"missing_value": np.int64([-1, 2])}, "float64", [1.0, NAN, NAN]),
-    (np.int16([1, 2, 3]), {"missing_value": np.int16([2]), "_FillValue": np.int16(3)}, "float32", [1.0, NAN, NAN]),
+    (np.int16([1, 2, 3]), {"missing_value": np.int16([2]), "_FillValue": np.int16(3)}, "float32",
+     [1.0, NAN, NAN]),
     (np.int8([0, -1, -2]), {"_Unsigned": "true"}, "uint8", [0, 255, 254]),
     (np.int8([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int8(-1)}, "float32", [0.0, NAN, 254.0]),
     (np.int8([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int16(255), "scale_factor": 0.5}, "float64",
      [0.0, NAN, 127.0]),
-    (np.uint8([0, 255, 128]), {"_Unsigned": "false", "_FillValue": np.uint8(255)}, "float32", [0.0, NAN, -128.0]),
-    (np.int64([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int64(-1)}, "float64", [0.0, NAN, 2.0**64]),
+    (np.uint8([0, 255, 128]), {"_Unsigned": "false", "_FillValue": np.uint8(255)}, "float32",
+     [0.0, NAN, -128.0]),
+    (np.int64([0, -1, -2]), {"_Unsigned": "true", "_FillValue": np.int64(-1)}, "float64",
+     [0.0, NAN, 2.0**64]),
     (np.float32([1.5, -999.0, 2.5]), {"_FillValue": np.float32(-999.0)}, "float32", [1.5, NAN, 2.5]),
-    (np.float32([1.5, 1e20, 2.5]), {"missing_value": 1e20}, "float32", [1.5, NAN, 2.5]),  # of another precision
+    (np.float32([1.5, 1e20, 2.5]), {"missing_value": 1e20}, "float32", [1.5, NAN, 2.5]),  # of a double
     (np.float64([1.5, -999.0]), {"scale_factor": 2.0, "_FillValue": -999.0}, "float64", [3.0, NAN]),
     (np.float16([1.5, -999.0]), {"_FillValue": np.float16(-999.0)}, "float16", [1.5, NAN]),
     (np.int8([0, 1, 1]), {"dtype": "bool"}, "bool", [False, True, True]),
@@ -205,7 +208,9 @@ def test_packed_numbers_are_what_cf_says_they_stand_for(tmp_path, kind, stored, 
 @pytest.mark.parametrize(("stored", "attributes"), AS_STORED)
 def test_numbers_that_are_not_packed_are_as_they_are_stored(tmp_path, kind, stored, attributes):
     for decode in (True, False):
-        with ArrayWindows(packed(tmp_path, kind, stored, attributes, f"x{decode}"), (2,), decode=decode) as source:
+        with ArrayWindows(
+            packed(tmp_path, kind, stored, attributes, f"x{decode}"), (2,), decode=decode
+        ) as source:
             found = take(source, 1)[0]["data"]
         assert found.dtype == stored.dtype
         np.testing.assert_array_equal(found, stored)
@@ -216,8 +221,10 @@ def test_numbers_that_are_not_packed_are_as_they_are_stored(tmp_path, kind, stor
     [
         (np.int16, np.float32(0.5), np.float32(2), "float32"), (np.int16, np.float32(0.5), None, "float32"),
         (np.int16, np.float32(0.5), np.float64(2), "float64"), (np.int16, None, np.float32(2), "float64"),
-        (np.int16, np.float64(0.5), np.float64(2), "float64"), (np.int32, np.float32(0.5), np.float32(2), "float64"),
-        (np.int16, np.int16(2), np.int16(2), "float64"), (np.float32, np.float32(0.5), np.float32(2), "float32"),
+        (np.int16, np.float64(0.5), np.float64(2), "float64"),
+        (np.int32, np.float32(0.5), np.float32(2), "float64"),
+        (np.int16, np.int16(2), np.int16(2), "float64"),
+        (np.float32, np.float32(0.5), np.float32(2), "float32"),
         (np.dtype(">i2"), np.dtype(">f4").type(0.5), None, "float32"),
     ],
 )  # fmt: skip
@@ -227,7 +234,9 @@ def test_the_dtype_of_unpacked_numbers_follows_the_attributes(tmp_path, stored, 
     with ArrayWindows(packed(tmp_path, "h5", np.arange(4).astype(stored), attributes), (4,)) as source:
         found = take(source, 1)[0]["data"]
     assert source.schema["data"].dtype == found.dtype.name == dtype
-    expected = np.arange(4) * (1 if scale is None else float(scale)) + (0 if offset is None else float(offset))
+    expected = np.arange(4) * (1 if scale is None else float(scale)) + (
+        0 if offset is None else float(offset)
+    )
     assert found.tolist() == expected.tolist()
 
 
@@ -264,7 +273,10 @@ def test_the_fill_value_of_cells_that_nobody_wrote_is_no_missing_one(tmp_path):
 def test_windows_of_a_packed_volume_are_unpacked_in_every_process(tmp_path, kind):
     stored = np.random.default_rng(2).integers(-100, 100, (9, 12, 7)).astype(np.int16)
     attributes = {"scale_factor": 0.5, "add_offset": 270.0, "_FillValue": np.int16(-7)}
-    arrays = {"x": packed(tmp_path, kind, stored, attributes, "x"), "y": packed(tmp_path, kind, stored, {}, "y")}
+    arrays = {
+        "x": packed(tmp_path, kind, stored, attributes, "x"),
+        "y": packed(tmp_path, kind, stored, {}, "y"),
+    }
     expected = np.where(stored == -7, NAN, stored * 0.5 + 270.0)
     require_pure(source := ArrayWindows(arrays, (3, 5), with_position=True))
     assert {name: source.schema[name].dtype for name in "xy"} == {"x": "float64", "y": "int16"}
@@ -409,7 +421,9 @@ def test_zarr_v2_is_refused(tmp_path):
     group = zarr.open_group(tmp_path / "group", mode="w", zarr_format=2)
     group.create_array("x", shape=(10,), chunks=(5,), dtype="int32")
     for uri in ("x.zarr", "x.zarr#x", "x.zarr/x", "group", "group#x", "group#y", "group/x"):
-        with pytest.raises(FileNotFoundError, match="no array of Zarr v3: it is Zarr version 2.*: convert it"):
+        with pytest.raises(
+            FileNotFoundError, match=r"no array of Zarr v3: it is Zarr version 2.*: convert it"
+        ):
             ArrayWindows(f"{tmp_path}/{uri}", (1,))
 
 
@@ -470,14 +484,16 @@ def test_a_group_of_many_arrays_names_some(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         for number in range(50):
             file[f"array{number:02}"] = [1]
-    with pytest.raises(ValueError, match="#array00, .*#array19 and 30 more"):
+    with pytest.raises(ValueError, match=r"#array00, .*#array19 and 30 more"):
         ArrayWindows(tmp_path / "x.h5", (1,))
 
 
 OTHERS = {
     "gzip: decompress it": gzip.compress(b"abc"), "a zip archive: unpack it": b"PK\3\4" + bytes(99),
-    "a page of HTML": b"<?xml version='1.0'?>", "a tar archive: unpack it": bytes(257) + b"ustar" + bytes(250),
-    "git lfs pull": b"version https://git-lfs.github.com/spec/v1", "a netCDF file of version 3": b"CDF\1" + bytes(99),
+    "a page of HTML": b"<?xml version='1.0'?>",
+    "a tar archive: unpack it": bytes(257) + b"ustar" + bytes(250),
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1",
+    "a netCDF file of version 3": b"CDF\1" + bytes(99),
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class Patience:
         return self._meter.choosing() if self._supply.is_asked_elsewhere else nullcontext()
 
     def _stage(self) -> str:
-        """What is waited for, as a stage of the stats."""
+        """The stage, as of the stats, to which the wait belongs."""
         if self._supply.is_asked_elsewhere:  # another rank chooses the rows, as the beginning of the epoch
             return "start"
         return "pace" if self._supply.pace_says else "samplers"

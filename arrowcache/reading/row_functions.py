@@ -113,7 +113,7 @@ class PythonFunction(RowFunction[T]):
 
 
 class StoredFunction(RowFunction[T]):
-    """What is a function of stored columns and annotations alone, so that its results can be kept.
+    """A function of stored columns and annotations alone, so that its results can be kept.
 
     Args:
         names: of the columns and annotations.

@@ -19,7 +19,6 @@ import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.native import engine, maps
 from arrowcache.reading import stats as stats_module
-from arrowcache.reading.lengths import Lengths
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.reading.temperature import Temperature
@@ -301,16 +300,11 @@ def test_who_chooses_the_rows_of_epochs_is_named_where_that_takes_longest():
 
 
 @pytest.mark.parametrize("endless", [True, False])
-@pytest.mark.parametrize("argument", ["rows", "weights", "batch_tokens", "ranks"])
-def test_what_an_epoch_waits_for_as_it_begins_is_named(cache, monkeypatch, argument, endless):
+@pytest.mark.parametrize("argument", ["rows", "weights", "ranks"])
+def test_what_an_epoch_waits_for_as_it_begins_is_named(cache, argument, endless):
     """Of each second of stall most is a stage's: here nearly all passes where rows are chosen."""
-    if argument == "batch_tokens":
-        of = Lengths.of
-        monkeypatch.setattr(Lengths, "of", lambda *args: time.sleep(0.1) or of(*args))
-        options = {"batch_tokens": 64, "length_of": "id", "rows": [(0, row) for row in range(1, 16)]}
-    else:
-        name = "rows" if argument == "ranks" else argument
-        options = {"batch_size": 16, name: lambda columns: time.sleep(0.02) or columns["id"] >= 0}
+    name = "rows" if argument == "ranks" else argument
+    options = {"batch_size": 16, name: lambda columns: time.sleep(0.02) or columns["id"] >= 0}
     if argument == "ranks":
         options |= {"rank": 0, "world_size": 2, "run_id": "job"}
         other = Loader(cache, **options | {"rank": 1})

@@ -73,12 +73,20 @@ class Loader(Closable):
             256 rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, True for segments to read.
         rows: rows to read of these. "included": all but excluded ones (`Cache.exclude`); "all"; a tag
-            (`Cache.tag`); row ids in any form that `Cache.exclude` takes; or a function of a segment's
-            columns that gives its mask, (rows,) bool, such as lambda columns: columns["label"] != 3. It is
-            called once for each segment; if it reads annotations (`Cache.annotate`), again for an epoch after
-            newer ones. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
+            (`Cache.tag`); row ids in any form that `Cache.exclude` takes; a Python function of a segment's
+            columns that gives its mask, (rows,) bool, such as lambda columns: columns["label"] != 3; or a
+            `pyarrow.compute` expression, such as field("label") != 3. A function is called for each segment
+            of each epoch, by one of a node's ranks; the columns that it read stay in memory, up to a
+            sixteenth of it. The answer of an expression is remembered, 1 byte a row; of one that reads
+            annotations (`Cache.annotate`) until these change. An expression reads columns of one number,
+            text or time a row, `_seq`, `_row`, `_age_seconds` and annotations; float16 and bfloat16 are
+            float32 there. A missing annotation is null, and null is no. Tags and exclusions are looked up in
+            each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
             with, also where it is resumed. This takes 4 bytes of memory a row, of segments that are read in
             part.
+        expect: names of tags and annotations that are only to come, for `rows` and `weights`: without it a
+            name that no row has or had is an error. A loader then waits for rows that get such a tag, and an
+            annotation is missing from all rows until there is one.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
             disjoint, and all ranks have equally many steps.
@@ -92,8 +100,9 @@ class Loader(Closable):
         timeout: seconds that a step waits for its batch, and an epoch for rows. An epoch counts from the last
             row that a sampler of the cache drew, if that is later. It also gives up when published segments
             have brought no new rows for `timeout` seconds, because `where` refuses them or the cache is full.
-            It gives up after a second where there are too few rows for a step, nobody writes, and no other
-            rank might begin to. None means no limit, except in this last case.
+            It gives up after a second where there are too few rows for a step, or none, nobody writes, and
+            no other rank might begin to; but `wait_rows` above the rows that are there, and above 1, is
+            waited for. None means no limit, except in this last case.
         window_bytes: size of the window of shuffle="window". None means a quarter of the memory or of the
             capacity, the lesser.
         paced: keep the cache's pace, and count the rows served. False does neither, such as for validation.
@@ -108,7 +117,9 @@ class Loader(Closable):
             `columns`. An empty row counts as 1.
         weights: draw rows with replacement, each as often as its weight says: the name of an annotation
             (`Cache.annotate`; a row without one weighs as much as the heaviest) or of a column of one number
-            a row, or a function as of `rows` that gives (rows,) numbers. Weights are frozen when an epoch
+            a row, or a function or an expression as of `rows` that gives (rows,) numbers, where a null of an
+            expression is a missing one. In a cache without any annotation such a name gives a warning at
+            first, unless `expect` has it. Weights are frozen when an epoch
             begins, so `epoch_rows` is the interval at which new ones take hold. Of a full cache the oldest
             rows leave for them: 4 bytes a row, and up to an eighth of the capacity for annotations. None
             means each row once.
@@ -162,7 +173,10 @@ class Loader(Closable):
     def repeat(self) -> Batches:
         """Batches without end, for step-based training: epochs follow one another without a seam.
 
-        The next snapshot is taken when the last batch of an epoch has been begun. `steps`, `stats` and
+        The next snapshot is taken when the last batch of an epoch has been begun. Functions and expressions
+        of `rows` and `weights` choose its rows before that, a part in each of the last 64 steps, or of the
+        second half of a shorter epoch; but with ranks a function is called when the first of them begins it,
+        and annotations are read then. `steps`, `stats` and
         `state_dict` tell of the epoch that is being delivered.
         Blocks, Raises: as `iter`; later epochs that find too few rows raise in the step that needs them.
         """

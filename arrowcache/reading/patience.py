@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 from arrowcache.errors import LoaderTimeoutError
@@ -85,15 +85,18 @@ class Patience:
                     raise LoaderTimeoutError(self._why_late())
                 if (why := self._why_never()) and self._world_size == 1:  # asked always: it looks who writes
                     raise LoaderTimeoutError(why)
-                with self._meter.stage(self._stage()):
+                with self._meter.stage(self._stage()), self._choosing():
                     time.sleep(self._pause)
                 self._pause = min(1.5 * self._pause, _MOST_PAUSE_SECONDS)
                 if self._is_due():
                     snapshot = self._try(take, wait)
         return snapshot
 
+    def _choosing(self) -> AbstractContextManager[None]:
+        return self._meter.choosing() if self._supply.is_asked_elsewhere else nullcontext()
+
     def _stage(self) -> str:
-        """What is waited for, as a stage of the stats."""
+        """The stage, as of the stats, to which the wait belongs."""
         if self._supply.is_asked_elsewhere:  # another rank chooses the rows, as the beginning of the epoch
             return "start"
         return "pace" if self._supply.pace_says else "samplers"

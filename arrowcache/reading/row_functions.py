@@ -113,7 +113,7 @@ class PythonFunction(RowFunction[T]):
 
 
 class StoredFunction(RowFunction[T]):
-    """What is a function of stored columns and annotations alone, so that its results can be kept.
+    """A function of stored columns and annotations alone, so that its results can be kept.
 
     Args:
         names: of the columns and annotations.
@@ -145,7 +145,7 @@ class StoredFunction(RowFunction[T]):
         for run in unknown_runs(snapshot, self._found, _ROWS_AT_ONCE):
             first, last = snapshot.rows_before(run.start), snapshot.rows_before(run.stop)
             ids = np.arange(first, last)
-            columns: dict[str, Any] = dict(snapshot.gather(ids, self._columns)) if self._columns else {}
+            columns: dict[str, Any] = _read_in_order(snapshot, first, last, self._columns)
             located = snapshot.locate(ids) if self._ids else {}
             columns |= {name: located[name] for name in self._ids}
             columns |= {name: values.of(name)[first:last] for name in self._values}
@@ -233,7 +233,8 @@ class RowColumns(Mapping[str, Any]):
         if name in self._snapshot.columns:
             found = self._read.get(self._seq, name)
             if found is None:
-                found = self._snapshot.gather(self._ids, [name])[name]
+                first, last = int(self._ids[0]), int(self._ids[-1]) + 1
+                found = _read_in_order(self._snapshot, first, last, [name])[name]
                 if not self._read.put(self._seq, name, found):
                     return found
             return _copied(found)
@@ -284,6 +285,14 @@ class _ReadColumns:
         """Drop all but these segments."""
         for seq in self._known.keys() - {*seqs}:
             self._left += sum(nbytes for _, nbytes in self._known.pop(seq).values())
+
+
+def _read_in_order(snapshot: Snapshot, first: int, last: int, names: Sequence[str]) -> dict[str, ColumnData]:
+    """Return columns of rows first..last-1. The disk is asked for them at once, not page by page."""
+    if not names:
+        return {}
+    snapshot.fetch(first, last, names).wait()
+    return snapshot.gather(np.arange(first, last), names)
 
 
 def _copied(values: ColumnData) -> ColumnData:

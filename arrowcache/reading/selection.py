@@ -7,7 +7,6 @@ Must never: change the rows of an epoch that has begun.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,12 +148,13 @@ def _is_tag(rows: object) -> bool:
     return isinstance(rows, str) and rows not in NO_TAGS
 
 
-def rows_term(rows: object) -> str:
+def rows_term(rows: Any) -> str:
     """Return a text of the argument `rows` or `weights` that ranks compare. Functions are not told apart."""
     if isinstance(rows, str):
         return rows
     if is_expression(rows):
-        return f"{shortened(str(rows), 80)} ({xxhash.xxh3_64_hexdigest(pickle.dumps(rows))})"
+        _, (content,) = rows.__reduce__()
+        return f"{shortened(str(rows), 80)} ({xxhash.xxh3_64_hexdigest(content)})"
     return xxhash.xxh3_64_hexdigest(rows.tobytes()) if isinstance(rows, np.ndarray) else "a function"
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.lifetimes import Origin
-from arrowcache.reading.assembly import Assembly
+from arrowcache.reading.assembly import Assembly, Gathered
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
 from arrowcache.reading.iterator import cut_short
@@ -296,7 +296,10 @@ class BatchStream:
                 return False
             self.begun.popleft()
             self.under_way -= portion.batches
+            started = time.perf_counter()
             self.ready.extend(portion.made())
+            if isinstance(portion, Gathered):  # others count as they make them
+                self._meter.leave({"gather": time.perf_counter() - started})
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
@@ -381,8 +384,9 @@ class BatchStream:
         if following not in self._making:
             following.end()
             return False
-        self._retire_made()
-        self._make(following, awaited=False)
+        with self._meter.stage("start"):
+            self._retire_made()
+            self._make(following, awaited=False)
         return True
 
     def _come_to(self, epoch: Epoch) -> None:

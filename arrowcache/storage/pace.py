@@ -49,7 +49,11 @@ class Pace:
         samples_per_insert: how often training is to serve a sample, on average: so many rows served for
             each row that is published. None means that neither side waits for the other.
         max_reuse: how many epochs may read the same segment; then it is left out, and an epoch waits until
-            there are others. None means no limit.
+            there are others. None means no limit. It is an upper bound, by segments: a segment counts as
+            read once an epoch of it has begun and served a row, whichever of its rows that epoch delivers.
+            So with max_reuse=1 rows are never served where an epoch ends early (`break`), is shorter than
+            the snapshot (`epoch_rows`), or leaves out its last batch (`drop_last=True`); the error of a wait
+            says how many. To use each row once, by rows, is for `Loader(once=...)` of a later release.
         tolerance: by how many served rows training may lag behind `samples_per_insert` before samplers wait,
             and be ahead of it before epochs do. None means that rows served for each row published
             stay within 10 % of samples_per_insert, and a segment a sampler.

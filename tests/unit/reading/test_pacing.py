@@ -151,6 +151,30 @@ def test_a_segment_is_read_by_no_more_than_max_reuse_epochs(cache):
     assert served(cache) == [3, 3, 2]
 
 
+@pytest.mark.parametrize(
+    ("options", "steps", "never"),
+    [
+        ({"epoch_rows": 16}, None, 24),
+        ({}, None, 8),  # a last batch of 8 rows is dropped
+        ({}, 1, 24),
+        ({"drop_last": False}, None, 0),
+    ],
+)
+def test_the_error_of_max_reuse_says_how_many_rows_were_never_served(tmp_path, options, steps, never):
+    cache = make_cache(tmp_path / "few", segment_bytes="64KiB", segment_rows=40)
+    append_rows(cache, range(40))
+    cache.set_pace(ac.Pace(max_reuse=1))
+    with ac.Loader(cache, 16, timeout=0.2, **options) as loader:
+        for number, _ in enumerate(loader, start=1):
+            if number == steps:
+                break
+        with pytest.raises(ac.LoaderTimeoutError, match="1 were served max_reuse=1 times") as caught:
+            iter(loader)
+    words = f"of 40 rows published so far at least {never} were never served"
+    assert (words in str(caught.value)) is bool(never)
+    assert ("A later release has Loader(once=...)" in str(caught.value)) is bool(never)
+
+
 def test_max_reuse_goes_together_with_where(cache):
     publish(cache, 4)
     cache.set_pace(ac.Pace(max_reuse=1))

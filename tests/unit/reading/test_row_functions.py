@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from operator import attrgetter
+from typing import ClassVar
 
 import numpy as np
 import pyarrow.compute as pc
@@ -14,10 +16,15 @@ from processes import DEADLINE_SECONDS
 
 import arrowcache as ac
 from arrowcache import Loader
+from arrowcache.cgroup import memory_bytes
 from arrowcache.reading import row_functions
+from arrowcache.reading.row_functions import PythonFunction, StoredFunction
+from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.annotations import Annotations
 
 IDS = list(range(160))
 field = pc.field
+call = attrgetter("_call")(pc.Expression)  # pyarrow's documents name it for functions of one's own
 KINDS = ac.Schema(
     {
         "id": ac.Tensor("int64"),
@@ -59,18 +66,26 @@ def epoch(cache, rows, **options):
         return sorted(ids_of(loader))
 
 
+class Counted(Snapshot):
+    """A snapshot that notes which columns are read."""
+
+    read: ClassVar[list[tuple[str, ...]]] = []
+
+    def gather(self, row_ids, columns=None, out=None):
+        self.read.append(tuple(columns))
+        return super().gather(row_ids, columns, out)
+
+
 @pytest.fixture
-def evaluations(monkeypatch):
-    """The rows of each evaluation of an expression."""
-    rows, evaluated = [], row_functions._evaluated
+def read():
+    """Columns that were read of snapshots that are Counted, by each call."""
+    Counted.read.clear()
+    return Counted.read
 
-    def counted(expression, table):
-        if hasattr(table, "num_rows"):
-            rows.append(table.num_rows)
-        return evaluated(expression, table)
 
-    monkeypatch.setattr(row_functions, "_evaluated", counted)
-    return rows
+def plainly(result, segment):
+    assert segment.rows
+    return result
 
 
 # functions
@@ -119,36 +134,33 @@ def test_what_a_function_writes_into_its_columns_is_not_there_in_the_next_epoch(
 
 
 @pytest.mark.parametrize("name", ["id", "name", "raw", "tokens"])
-def test_columns_that_a_function_read_are_remembered_within_bounds(kinds, monkeypatch, name):
-    read = []
-    gather = row_functions.Snapshot.gather
-    monkeypatch.setattr(row_functions.Snapshot, "gather", lambda *args: read.append(1) or gather(*args))
-
-    def rows(columns):
-        assert columns[name] is not None
-        return columns["id"] >= 0
-
-    segments = len(kinds.store.segments())
-    with Loader(kinds, 4, rows=rows, columns=["id"]) as loader:
-        for _ in range(3):
-            assert len(ids_of(loader)) == 20
-    assert len(read) == segments * len({name, "id"})
-    read.clear()
-    monkeypatch.setattr(row_functions, "memory_bytes", lambda: 0)
-    with Loader(kinds, 4, rows=rows, columns=["id"]) as loader:
-        for _ in range(3):
-            assert len(ids_of(loader)) == 20
-    assert len(read) == 3 * segments * len({name, "id"})
+@pytest.mark.parametrize("share", [1, 0], ids=["all fit", "none fits"])
+def test_columns_that_a_function_read_are_remembered_within_bounds(kinds, read, monkeypatch, name, share):
+    if not share:
+        monkeypatch.setattr(row_functions, "_MEMORY_SHARE", 0)
+    function = PythonFunction(Annotations.of(kinds.store), lambda columns: columns[name], plainly)
+    segments, found = len(kinds.store.segments()), []
+    for _ in range(3):
+        with Counted.take(kinds.store) as snapshot:
+            found.append(function.of(snapshot))
+    assert len(read) == segments * (1 if share else 3)
+    assert [len(results) for results in found] == [segments] * 3
 
 
-def test_columns_of_segments_that_left_make_room_for_others(monkeypatch):
-    monkeypatch.setattr(row_functions, "memory_bytes", lambda: 16 * 100)
-    read = row_functions._ReadColumns()
-    assert read.put(0, "a", np.zeros(10))
-    assert not read.put(1, "a", np.zeros(10))
-    read.keep([1])
-    assert read.get(0, "a") is None
-    assert read.put(1, "a", np.zeros(10))
+def test_columns_of_segments_that_left_make_room_for_others(cache, read, monkeypatch):
+    monkeypatch.setattr(row_functions, "_MEMORY_SHARE", 9 * 16 * 8 / memory_bytes())  # nine of ten segments
+    function = PythonFunction(Annotations.of(cache.store), lambda columns: columns["id"], plainly)
+
+    def reads():
+        read.clear()
+        with Counted.take(cache.store) as snapshot:
+            found = np.concatenate(function.of(snapshot))
+        assert found.tolist() == [*range(160 - len(found), 160)]
+        return len(read)
+
+    assert [reads(), reads(), reads()] == [10, 1, 1]
+    cache.evict("32KiB")
+    assert [reads(), reads()] == [1, 0]
 
 
 def test_tags_and_exclusions_are_looked_up_in_each_epoch(cache):
@@ -329,7 +341,7 @@ def test_an_expression_reads_scalar_columns_in_their_logical_types(kinds, expres
         (field("id") == "a", "cannot be evaluated: Function 'equal' has no kernel"),
         (pc.sum(field("id")) > 3, "calls sum: an expression may call pyarrow's own functions of one row"),
         (pc.cumulative_sum(field("id")) > 3, "calls cumulative_sum"),
-        (pc.Expression._call("random", [], pc.RandomOptions(initializer=1)) < 0.5, "calls random"),
+        (call("random", [], pc.RandomOptions(initializer=1)) < 0.5, "calls random"),
         (field(0) > 3, r"by its number: write pyarrow.compute.field\(name\)"),
         (field(("id", "x")) > 3, "cannot be evaluated: No match"),
     ],
@@ -347,48 +359,81 @@ def test_a_function_that_the_user_registered_is_refused(cache):
             lambda _, x: pc.not_equal(pc.bit_wise_and(x, 1), 0), name, docs, {"x": "int64"}, "bool"
         )
     with pytest.raises(ValueError, match=f"calls {name}: .*give a Python function instead"):
-        Loader(cache, 4, rows=pc.Expression._call(name, [field("id")]))
+        Loader(cache, 4, rows=call(name, [field("id")]))
 
 
-def test_the_answer_of_an_expression_over_stored_columns_is_remembered(cache, evaluations):
-    with Loader(cache, 16, rows=field("id") < 32) as loader:
-        evaluations.clear()
-        for _ in range(3):
-            assert sorted(ids_of(loader)) == IDS[:32]
-        publish(cache, 1)
-        ids_of(loader)
-    assert evaluations == [160, 16]
+@pytest.fixture
+def stored(cache):
+    """A function of columns by name, whose results can be kept, and the rows of each call of it."""
+
+    def make(*names):
+        rows: list[int] = []
+
+        def function(columns):
+            assert {*columns} == {*names}
+            rows.append(len(columns[names[0]]))
+            return columns[names[0]]
+
+        schema = cache.store.settings.schema
+        return StoredFunction(Annotations.of(cache.store), schema, names, function, plainly), rows
+
+    return make
 
 
-def test_an_expression_over_annotations_is_asked_until_they_change(cache, evaluations):
+def results(function, cache):
+    with Snapshot.take(cache.store) as snapshot:
+        return np.concatenate(function.of(snapshot))
+
+
+def test_the_answer_of_an_expression_over_stored_columns_is_remembered(cache, stored):
+    function, rows = stored("id", "_seq", "_row")
+    for _ in range(3):
+        assert results(function, cache).tolist() == IDS
+    publish(cache, 1)
+    assert len(results(function, cache)) == 176
+    assert rows == [160, 16]
+    assert not function.reads_notes
+
+
+def test_the_answer_of_an_expression_over_annotations_is_remembered_until_they_change(cache, stored):
+    function, rows = stored("loss", "id")
+    for _ in range(2):
+        assert np.isnan(results(function, cache)).all()
+    assert rows == [160]
+    cache.annotate((2, 3), loss=20)
+    for _ in range(2):
+        assert np.nanargmax(results(function, cache)) == 35
+    assert rows == [160, 160]
+    assert function.reads_notes
+
+
+def test_ages_are_never_remembered(cache, stored):
+    function, rows = stored("_age_seconds")
+    before = results(function, cache)
+    assert (results(function, cache) > before).all()
+    assert rows == [160, 160]
+
+
+def test_an_expression_over_annotations_takes_newer_ones(cache):
     cache.annotate([(0, row) for row in range(16)], loss=np.arange(16.0))
     with Loader(cache, 1, rows=(field("loss") > 13) & (field("id") < 100)) as loader:
-        evaluations.clear()
         assert [sorted(ids_of(loader)) for _ in range(2)] == [[14, 15]] * 2, "a missing one is null"
-        assert evaluations == [160]
         cache.annotate((2, 3), loss=20)
         assert sorted(ids_of(loader)) == [14, 15, 35]
-        assert evaluations == [160, 160]
+
+
+def test_many_rows_are_asked_for_in_parts(cache, stored, monkeypatch):
+    monkeypatch.setattr(row_functions, "_ROWS_AT_ONCE", 40)
+    function, rows = stored("id")
+    assert results(function, cache).tolist() == IDS
+    assert rows == [48, 48, 48, 16]
+    assert epoch(cache, field("id") >= 10) == IDS[10:]
 
 
 def test_rows_without_an_annotation_can_be_asked_for(cache):
     cache.annotate([(0, 0), (9, 15)], loss=[1, 2])
     assert epoch(cache, field("loss").is_null()) == IDS[1:-1]
     assert epoch(cache, pc.coalesce(field("loss"), 9) > 1) == IDS[1:]
-
-
-def test_ages_are_never_remembered(cache, evaluations):
-    with Loader(cache, 1, rows=field("_age_seconds") >= 0) as loader:
-        evaluations.clear()
-        for _ in range(2):
-            assert len(ids_of(loader)) == 160
-    assert evaluations == [160, 160]
-
-
-def test_many_rows_are_asked_for_in_parts(cache, evaluations, monkeypatch):
-    monkeypatch.setattr(row_functions, "_ROWS_AT_ONCE", 40)
-    assert epoch(cache, field("id") >= 10) == IDS[10:]
-    assert [rows for rows in evaluations if rows] == [48, 48, 48, 16]
 
 
 def test_excluded_rows_are_left_out_of_an_expression_and_it_resumes(cache):
@@ -441,16 +486,6 @@ def test_a_weight_of_an_expression_that_is_no_number_is_named(cache):
         pytest.raises(ValueError, match="row 1:4 has the weight nan"),
     ):
         iter(loader)
-
-
-def test_a_column_of_weights_is_read_once_a_segment(cache, monkeypatch):
-    asked = []
-    gather = row_functions.Snapshot.gather
-    monkeypatch.setattr(row_functions.Snapshot, "gather", lambda *args: asked.append(1) or gather(*args))
-    with Loader(cache, 16, weights="id") as loader:
-        for _ in range(3):
-            ids_of(loader)
-    assert len(asked) == 1
 
 
 # names that are not there

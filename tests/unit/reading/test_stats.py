@@ -281,6 +281,51 @@ def test_nobody_is_advised_to_do_what_was_done():
         assert "shuffle" not in LoaderStats(**disk | {"shuffle": shuffle}).advice
 
 
+def test_who_chooses_the_rows_of_epochs_is_named_where_that_takes_longest():
+    start = NOTHING | {"bottleneck": "start", "start_seconds": 2.0, "epochs": 9}
+    assert "take them from loader.repeat()" in LoaderStats(**start).advice
+    assert "repeat()" not in LoaderStats(**start | {"repeats": True}).advice
+    for name, words in (
+        ("weights", "a larger epoch_rows"),
+        ("rows", "a pyarrow.compute expression"),
+        ("batch_tokens", "longer epochs"),
+    ):
+        chosen = start | {"choosing_seconds": 1.5, "chosen_by": (name,)}
+        advice = LoaderStats(**chosen | {"repeats": True}).advice
+        assert f"choosing the rows of epochs by {name} is the limit" in advice
+        assert words in advice
+        assert "repeat()" not in advice
+        assert "loader.repeat()" in LoaderStats(**chosen).advice
+        assert words not in LoaderStats(**chosen | {"choosing_seconds": 0.5}).advice
+
+
+@pytest.mark.parametrize("endless", [True, False])
+@pytest.mark.parametrize("argument", ["rows", "weights", "ranks"])
+def test_what_an_epoch_waits_for_as_it_begins_is_named(cache, argument, endless):
+    """Of each second of stall most is a stage's: here nearly all passes where rows are chosen."""
+    name = "rows" if argument == "ranks" else argument
+    options = {"batch_size": 16, name: lambda columns: time.sleep(0.02) or columns["id"] >= 0}
+    if argument == "ranks":
+        options |= {"rank": 0, "world_size": 2, "run_id": "job"}
+        other = Loader(cache, **options | {"rank": 1})
+        thread = threading.Thread(target=lambda: iter(other))
+        thread.start()
+    with Loader(cache, **options) as loader:
+        batches = loader.repeat() if endless else (batch for _ in range(3) for batch in loader)
+        for _, _ in zip(range(9 if argument == "ranks" else 25), batches, strict=False):
+            pass
+        stats = loader.stats()
+    if argument == "ranks":
+        thread.join(DEADLINE_SECONDS)
+        other.close()
+    named = sum(getattr(stats, f"{stage}_seconds") for stage in STAGES)
+    assert named > stats.stall_seconds / 2
+    assert stats.choosing_seconds > stats.start_seconds / 2
+    assert stats.bottleneck == "start"
+    assert stats.repeats is endless
+    assert "choosing the rows of epochs by" in stats.advice
+
+
 @pytest.mark.parametrize(
     ("shuffle", "row_bytes", "words"),
     [

@@ -139,6 +139,7 @@ class CachedLoader(Closable):
         self._number = next(_numbers)
         self._meter = Meter(self._workers, self._shuffle)
         self._slots = self._new_slots()
+        self._is_shown = False  # the counts, to other processes
         self._planned = self._plan_of(0)  # the next epoch, or the rest of one
         self._is_first = True
         self._epoch: CachedEpoch | None = None  # in progress, or the last one
@@ -164,7 +165,9 @@ class CachedLoader(Closable):
                 warn(f"no items were replaced: {error}")
         self._is_first = False
         order = EpochOrder(plan, self._batch_size, self._shard_now(), self._drop_last)
-        self._meter.show_on(CounterPage.open(self._train.path, self._workers, self._shuffle))
+        if not self._is_shown:
+            self._meter.show_on(CounterPage.open(self._train.path, self._workers, self._shuffle))
+            self._is_shown = True
         epoch = CachedEpoch(
             self._train,
             plan,
@@ -315,7 +318,7 @@ class CachedLoader(Closable):
 
     def _begin_in_child(self) -> None:
         """Have nothing of the process that forked this one."""
-        self._origin, self._epoch, self._makers = Origin(), None, None
+        self._origin, self._epoch, self._makers, self._is_shown = Origin(), None, None, False
         if self._prefetcher is not None:
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
         self._slots = self._new_slots()

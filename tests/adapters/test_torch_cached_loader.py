@@ -26,6 +26,7 @@ from processes import METHODS, Script
 from torch.utils.data import DataLoader, get_worker_info
 
 import arrowcache as ac
+from arrowcache.storage.counters import CounterPage
 from arrowcache.torch import CachedLoader, Loader, cached
 
 LENGTH = 95
@@ -588,13 +589,27 @@ def test_a_loader_of_a_cached_dataset_is_a_cached_loader(train):
     assert loader.stats().epochs == 1
 
 
-def test_other_processes_see_its_counts(train):
+def test_other_processes_see_its_counts(train, monkeypatch):
     from arrowcache.explore import observe
 
     loader = Loader(train, 10)
     flat(loader)
     (seen,) = observe(train.path).loaders
     assert seen.rows == LENGTH
+    opened = CounterPage.open
+    monkeypatch.setattr(CounterPage, "open", lambda *_: pytest.fail("a second page"))
+    flat(loader)
+    monkeypatch.setattr(CounterPage, "open", opened)
+    (seen,) = observe(train.path).loaders
+    assert seen.rows == 2 * LENGTH
+
+    def child():
+        flat(loader)
+        assert sorted(seen.rows for seen in observe(train.path).loaders) == [LENGTH * 2, LENGTH * 3]
+        loader.close()
+
+    with in_child(child):
+        pass
     loader.close()
     assert not observe(train.path).loaders
 

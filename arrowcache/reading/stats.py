@@ -72,7 +72,8 @@ class LoaderStats(Shown):
     the rest of a resumed epoch. `held_up_seconds` is how long samplers waited for room that this loader
     leased: waits that lasted to the end of an epoch, or still last. `advice` mentions long ones.
     `unselected_rows` is how many rows of its segments the epoch that began last does not read, since they are
-    excluded, or not those of `rows`.
+    excluded, or not those of `rows`. `left_out_items` is how many items of a dataset could not be made, in
+    all epochs, with on_error="skip".
     """
 
     epochs: int
@@ -100,6 +101,7 @@ class LoaderStats(Shown):
     left_out_rows: int = 0
     unselected_rows: int = 0
     held_up_seconds: float = 0.0
+    left_out_items: int = 0
 
     @property
     def advice(self) -> str:
@@ -181,6 +183,8 @@ class LoaderStats(Shown):
         if self.left_out_rows:
             rows = format_count(self.left_out_rows, "row")
             yield "left out", f"the oldest {rows} of the last epoch, to samplers"
+        if self.left_out_items:
+            yield "skipped", f"{format_count(self.left_out_items, 'item')} that could not be made"
         if self.unselected_rows:
             yield "not selected", f"{format_count(self.unselected_rows, 'row')} of the last epoch's segments"
         if self.held_up_seconds:
@@ -196,7 +200,7 @@ class Meter:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
         self.epoch_seconds = self.stall_seconds = self.held_up_seconds = 0.0
-        self.left_out_rows = self.unselected_rows = 0
+        self.left_out_rows = self.unselected_rows = self.left_out_items = 0
         self._age_row_seconds = 0.0
         # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
@@ -320,6 +324,11 @@ class Meter:
         with self._lock:
             self.held_up_seconds += seconds
 
+    def leave_out(self, items: int) -> None:
+        """Count items that could not be made, and are left out."""
+        with self._lock:
+            self.left_out_items += items
+
     def take_back_epoch(self) -> None:
         """Count an epoch as not begun, after all."""
         with self._lock:
@@ -379,6 +388,7 @@ class Meter:
                 left_out_rows=self.left_out_rows,
                 unselected_rows=self.unselected_rows,
                 held_up_seconds=self.held_up_seconds,
+                left_out_items=self.left_out_items,
             )
 
 

@@ -32,7 +32,7 @@ from arrowcache.torch.collation import collated
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.makers import Makers
-from arrowcache.units import MOST_COUNTED, parse_count, require_function
+from arrowcache.units import MOST_COUNTED, format_count, parse_count, require_function
 
 _LOADERS = 1  # seeds of the workers of loaders begin with it
 _numbers = itertools.count()  # of the loaders of this process
@@ -90,6 +90,10 @@ class CachedLoader(Closable):
         rank: rank of this process. None means that of torch.distributed, if it is initialized when an epoch
             begins. Each step has batch_size items a rank, and all ranks have equally many steps.
         world_size: number of ranks. None with `rank`.
+
+    Of a dataset with on_error="skip" an item that cannot be made is left out of its batch, which is shorter
+    then, and a batch of such items alone is left out; `stats` counts them. With several ranks, which have
+    equally many steps, it has one item of another batch. An epoch of such items alone is a RuntimeError.
 
     Tensors are over reused memory that is not overwritten while one of them or a view of it lives. Where the
     dataset was made with `replace`, `train.turn_over()` is called between two epochs.
@@ -269,9 +273,11 @@ class CachedLoader(Closable):
             self.close()
 
     def __repr__(self) -> str:
+        left_out = self._meter.left_out_items
+        skipped = f", left out {format_count(left_out, 'item')}" if left_out else ""
         return (
             f"<CachedLoader of {self._train.path}: batch_size={self._batch_size}, "
-            f"shuffle={self._shuffle!r}, epoch {self._planned.epoch}>"
+            f"shuffle={self._shuffle!r}, epoch {self._planned.epoch}{skipped}>"
         )
 
     def _finish(self, batch: Any) -> Any:

@@ -165,6 +165,15 @@ class _TensorPickler(ForkingPickler):
         return reduce_storage(_shared(thing))  # type: ignore[no-untyped-call]
 
 
+def shared_numbers(*shape: int) -> torch.Tensor:
+    """Return zeros, int64, that this process shares with those that it starts with them.
+
+    Raises: OSError: no memory or descriptor is left.
+    """
+    zeros = torch.zeros(shape, dtype=torch.int64)
+    return torch.empty(0, dtype=torch.int64).set_(_shared(zeros.untyped_storage())).view(shape)
+
+
 def _hush() -> None:
     """Have no traceback printed where a receiver hangs up as it takes memory from this process. Idempotent.
 

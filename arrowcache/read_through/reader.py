@@ -12,6 +12,7 @@ Must never: keep an item from its user because it could not be stored; take the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -57,13 +58,21 @@ class ReadThrough:
         store: the dataset's cache.
         names: columns of an item.
         trouble: learns what fails.
+        counts: (n, 3) int64, rows of other processes, too: items read, made and left out. One is added to.
     Raises: OSError: its lock files cannot be opened.
     """
 
-    def __init__(self, store: Store, names: Sequence[str], trouble: Trouble) -> None:
+    def __init__(
+        self,
+        store: Store,
+        names: Sequence[str],
+        trouble: Trouble,
+        counts: NDArray[np.int64] | None = None,
+    ) -> None:
         assert store.settings.dataset is not None
         length = store.settings.dataset.length
-        self.hits = self.made = 0
+        self._all_counts = np.zeros((1, 3), np.int64) if counts is None else counts
+        self._counts = self._all_counts[os.getpid() % len(self._all_counts)]
         self._store, self._names, self._trouble = store, tuple(names), trouble
         self._places = Places(store, length)
         self._claims = Claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode, length)
@@ -87,7 +96,7 @@ class ReadThrough:
             for _ in range(_ATTEMPTS):
                 try:
                     found = self._gathered(indices)
-                    self.hits += len(found.positions)
+                    self._counts[0] += len(found.positions)
                     return found
                 except CorruptSegmentError as error:
                     warn(f"items of a damaged segment are made again: {error}")
@@ -123,7 +132,7 @@ class ReadThrough:
                 published = snapshot.published(rows)
             except FAILURES:
                 return None
-            self.hits += len(rows)
+            self._counts[0] += len(rows)
             return Begun(gather, slot, self._names, temperature, len(rows), published)
 
     def _rows_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -193,10 +202,16 @@ class ReadThrough:
         """Number of items to claim at a time: others wait for those that are claimed."""
         return max(1, int(_MOMENT_SECONDS / max(self._make_seconds, 1e-6)))
 
-    def count(self, made: int, seconds: float) -> None:
-        """Note that a call made items, in so many seconds."""
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The items that all processes have read from the cache, made, and left out."""
+        hits, made, left_out = self._all_counts.sum(0).tolist()
+        return hits, made, left_out
+
+    def count(self, made: int, seconds: float, left_out: int = 0) -> None:
+        """Note that a call made items, and could not make others, in so many seconds."""
         with self._lock:
-            self.made += made
+            self._counts[1:] += made, left_out
             if made:
                 self._call_seconds = _mean(self._call_seconds, seconds)
                 self._make_seconds = _mean(self._make_seconds, seconds / made)

@@ -32,7 +32,6 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
@@ -74,7 +73,7 @@ class Agreement:
             status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
         key = (*file_identity(status), status.st_mtime_ns, membership.run, membership.rank)
         self._number = next(_numbers.setdefault(key, itertools.count()))
-        self._begun: Counter[int] = Counter()
+        self._begun: list[range] = []  # runs of epochs that followed one another; a loaded state begins one
         self._has_warned = False
         self.others_take = False  # of the last `snapshot`
         self._hold_nothing()
@@ -120,7 +119,7 @@ class Agreement:
         """
         self.settle()
         self._warn_of_absent_ranks()
-        name = ranks_name(self._membership.run, self._number, epoch, self._begun[epoch])
+        name = ranks_name(self._membership.run, self._number, epoch, self._times_begun(epoch))
         record = {**terms, "world_size": self._membership.world_size}
         self.others_take = False
         with ExitStack() as taking, ExitStack() as undo:
@@ -148,7 +147,13 @@ class Agreement:
 
     def came_to(self, epoch: int) -> None:
         """Record that this rank has begun an epoch: beginning it once more is agreed on anew."""
-        self._begun[epoch] += 1
+        if self._begun and self._begun[-1].stop == epoch:
+            self._begun[-1] = range(self._begun[-1].start, epoch + 1)
+        else:
+            self._begun.append(range(epoch, epoch + 1))
+
+    def _times_begun(self, epoch: int) -> int:
+        return sum(epoch in run for run in self._begun)
 
     def release(self, epoch: int) -> None:
         """Release the file of an epoch that ended here, at once or when all local ranks have joined."""

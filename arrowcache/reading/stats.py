@@ -79,7 +79,8 @@ class LoaderStats(Shown):
     `unselected_rows` is how many rows of its segments the epoch that began last does not read, since they are
     excluded, or not those of `rows`. `choosing_seconds` is the part of `start_seconds` in which the rows of
     epochs were chosen: by `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by` names
-    those in use. `repeats` is True if batches come from `repeat()`.
+    those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items of a dataset could not be made, in
+    all epochs, with on_error="skip".
     """
 
     epochs: int
@@ -110,6 +111,7 @@ class LoaderStats(Shown):
     choosing_seconds: float = 0.0
     chosen_by: tuple[str, ...] = ()
     repeats: bool = False
+    left_out_items: int = 0
 
     @property
     def advice(self) -> str:
@@ -206,6 +208,8 @@ class LoaderStats(Shown):
         if self.left_out_rows:
             rows = format_count(self.left_out_rows, "row")
             yield "left out", f"the oldest {rows} of the last epoch, to samplers"
+        if self.left_out_items:
+            yield "skipped", f"{format_count(self.left_out_items, 'item')} that could not be made"
         if self.unselected_rows:
             yield "not selected", f"{format_count(self.unselected_rows, 'row')} of the last epoch's segments"
         if self.held_up_seconds:
@@ -224,7 +228,7 @@ class Meter:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
         self.epoch_seconds = self.stall_seconds = self.held_up_seconds = 0.0
-        self.left_out_rows = self.unselected_rows = 0
+        self.left_out_rows = self.unselected_rows = self.left_out_items = 0
         self._age_row_seconds = 0.0
         # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
@@ -358,6 +362,11 @@ class Meter:
         with self._lock:
             self.held_up_seconds += seconds
 
+    def leave_out(self, items: int) -> None:
+        """Count items that could not be made, and are left out."""
+        with self._lock:
+            self.left_out_items += items
+
     def take_back_epoch(self) -> None:
         """Count an epoch as not begun, after all."""
         with self._lock:
@@ -420,6 +429,7 @@ class Meter:
                 choosing_seconds=self.choosing_seconds,
                 chosen_by=self.chosen_by,
                 repeats=self.repeats,
+                left_out_items=self.left_out_items,
             )
 
 

@@ -16,12 +16,13 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from operator import index as as_index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -47,7 +48,8 @@ from arrowcache.storage.recovery import create_store, is_free, open_store
 from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.codecs import ExactForm
-from arrowcache.torch.collation import columns_of
+from arrowcache.torch.collation import batch_of, collated, columns_of
+from arrowcache.torch.transport import shared_numbers
 from arrowcache.units import (
     format_bytes,
     format_count,
@@ -66,6 +68,10 @@ _INSTEAD = {
     **instead("headroom", say="nothing is evicted but by replace=, so leave it out"),
     **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
 }
+_POLICIES = ("raise", "skip")
+_NEVER_SKIPPED = (MemoryError, ArrowCacheError, StopIteration)
+_MOST_TRIED = 100  # items at the dataset's begin, to find one that can be made
+_COUNTING = 256  # processes that count, each in a row of its own
 _FILLED_AT_ONCE = 8  # items
 _FILLS = 0  # seeds of workers that fill; those of a loader's begin with another number
 _fills = itertools.count()
@@ -77,11 +83,12 @@ _UNUSABLE = (OSError, LockTimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class CachedStats(Shown):
-    """A dataset's cache at one moment, and the use that this process made of it.
+    """A dataset's cache at one moment, and the use that this process and its workers made of it.
 
-    `cached` of `length` items are published, and take `published_bytes`; `hits` were read from the cache in
-    this process, and `made` made by the dataset inside. `is_full`: no more fits into the capacity. `trouble`
-    says why this process can store nothing now; it is empty if it can.
+    `cached` of `length` items are published, and take `published_bytes`; `hits` were read from the cache, and
+    `made` made by the dataset inside, in this process and all that it started with the dataset. `left_out`
+    counts how often an item could not be made, with on_error="skip". `is_full`: no more fits into the
+    capacity. `trouble` says why this process can store nothing now; it is empty if it can.
     """
 
     length: int
@@ -92,6 +99,7 @@ class CachedStats(Shown):
     hits: int
     made: int
     trouble: str = ""
+    left_out: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -107,8 +115,10 @@ class CachedStats(Shown):
         items = f"{self.cached} of {format_count(self.length, 'item')}"
         share = f"{items} ({format_share(self.cached, self.length)}){full}"
         size = f"{format_bytes(self.published_bytes)} of {format_bytes(self.capacity_bytes)}"
-        here = f"{format_count(self.hits, 'item')} read from the cache, {self.made} made"
-        facts = [("in the cache", share), ("on the disk", size), ("this process", here)]
+        use = f"{format_count(self.hits, 'item')} read from the cache, {self.made} made"
+        facts = [("in the cache", share), ("on the disk", size), ("with its workers", use)]
+        if self.left_out:
+            facts.append(("left out", f"{format_count(self.left_out, 'time')} an item could not be made"))
         if self.trouble:
             facts.append(("not stored now", printable(self.trouble)))
         return [Facts(facts)]
@@ -124,6 +134,7 @@ class _Spec:
     form: ExactForm
     transform: Callable[[Any], Any] | None
     replace: float
+    skips: bool = False  # items that cannot be made
 
     @property
     def length(self) -> int:
@@ -135,6 +146,13 @@ class Unwanted(Exception):
     """Nobody waits any more for the items that were to be made."""
 
 
+class LeftOut(NamedTuple):
+    """In place of an item that could not be made, with on_error="skip"."""
+
+    number: int
+    error: Exception
+
+
 class CachedDataset(Shown, Closable, Dataset[Any]):
     """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
 
@@ -143,8 +161,9 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     Pickles as its arguments; the dataset inside has to pickle where DataLoader workers are not forked.
     """
 
-    def __init__(self, spec: _Spec) -> None:
+    def __init__(self, spec: _Spec, counts: torch.Tensor | None = None) -> None:
         self._spec = spec
+        self._counts = _shared_counts() if counts is None else counts  # shared with its workers
         self._names = tuple(leaf.name for leaf in spec.form.leaves)
         self._store: Store | None = None
         self._reader: ReadThrough | None = None
@@ -170,13 +189,27 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def __len__(self) -> int:
         return self._spec.length
 
-    def __getitem__(self, index: int) -> Any:
-        """Return one item, with the transform applied.
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises: AttributeError: says where it is, if the dataset inside has it."""
+        inner = None if name.startswith("_") else self._spec.dataset
+        says = f"a CachedDataset has no attribute {name!r}"
+        if inner is not None and hasattr(inner, name):
+            says += f", and the dataset inside has: use train.dataset.{name}, for train = cached(...)"
+        raise AttributeError(says, name=name, obj=self)
 
+    def __getitem__(self, index: int | slice | Sequence[int] | NDArray[np.integer] | torch.Tensor) -> Any:
+        """Return one item, with the transform applied, or a batch of several.
+
+        Args:
+            index: a number. A slice, or a list, array or tensor of numbers, as a BatchSampler gives to
+                `DataLoader(train, batch_size=None, sampler=...)`, is a batch, as of `Loader(train)`.
         Blocks: while the item is made, or read from the disk.
         Raises: IndexError: outside [-len, len). SchemaError: an item does not fit the columns of the first.
             What the dataset inside or the transform raises. ValueError: closed.
         """
+        several = _several(index, len(self))
+        if several is not None:
+            return self.batch(self._numbers(several))
         return self._items_at([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -193,8 +226,41 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
     def transformed(self, items: list[Any]) -> list[Any]:
         """Return items with the transform applied, for the package's own use."""
+        for item in items if self._spec.skips else ():
+            if isinstance(item, LeftOut):
+                raise item.error
         transform = self._spec.transform
         return items if transform is None else [transform(item) for item in items]
+
+    def batch(
+        self,
+        indices: NDArray[np.int64],
+        collate: Callable[[list[Any]], Any] | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+        left_out: list[LeftOut] | None = None,
+    ) -> Any:
+        """Return a batch of items (n,) in [0, len), read or made by this process, for the package's own use.
+
+        Args:
+            collate: called with the items, after the transform. None makes what torch's default_collate does,
+                or `Loader` in place of it.
+            is_wanted: asked before each item is made.
+            left_out: gets those that could not be made, and are left out. None: the first raises its error.
+        Returns: None: all are left out.
+        Raises: Unwanted. What the dataset inside, its transform or `collate` raise. SchemaError: an item does
+            not fit.
+        """
+        items = self.items_of(indices, is_wanted)
+        if left_out is not None and self._spec.skips:
+            left_out += (item for item in items if isinstance(item, LeftOut))
+            is_there = [not isinstance(item, LeftOut) for item in items]
+            items, indices = [*compress(items, is_there)], indices[is_there]
+            if not items:
+                return None
+        if collate is None and not self.transforms:
+            self.transformed(items)  # the error of the first that is left out
+            return batch_of(self.form, columns_of(self.form, items, indices))
+        return (collate or collated)(self.transformed(items))
 
     def _numbers(self, indices: Sequence[int]) -> NDArray[np.int64]:
         length, numbers = len(self), []
@@ -258,29 +324,35 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """Have the dataset inside make items; publish those that this process has claimed."""
         if not indices:
             return []
-        begun, made = time.monotonic(), []
+        begun, made, left_out = time.monotonic(), [], []
         inner: Any = self._spec.dataset
         many = getter_of_items(inner)
         try:
             if not is_wanted():
                 raise Unwanted
-            # a generator: a StopIteration of the dataset is an error, and no end
-            items = many(indices) if many else (item_of(inner, index) for index in indices)
+            if self._spec.skips:
+                items = _made_or_left_out(inner, many, indices)
+            else:  # a generator: a StopIteration of the dataset is an error, and no end
+                items = many(indices) if many else (item_of(inner, index) for index in indices)
             for index, item in zip(indices, items, strict=True):
-                made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
+                if isinstance(item, LeftOut):
+                    left_out.append(index)
+                    made.append(item)
+                else:
+                    made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
                 if len(made) < len(indices) and not is_wanted():
                     raise Unwanted
             return made
         finally:
             if reader is not None:
-                reader.count(len(made), time.monotonic() - begun)
+                reader.count(len(made) - len(left_out), time.monotonic() - begun, len(left_out))
                 if is_claimed:
-                    reader.unclaim(indices[len(made) :])
+                    reader.unclaim(indices[len(made) :] + left_out)
 
     # the cache
 
-    def _begin(self, item: Any) -> None:
-        """Open the cache or make it, and publish the first item if it is missing.
+    def _begin(self, index: int, item: Any) -> None:
+        """Open the cache or make it, and publish an item, the first that could be made, if it is missing.
 
         Raises: CacheFormatError, FileExistsError: something else is at the path. Warns: it cannot be used.
         """
@@ -295,9 +367,9 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             self._trouble.note(error)
             return
         reader = self.reader_here()
-        first = np.zeros(1, np.int64)
+        first = np.array([index])
         if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
-            _kept(self._spec.form, 0, item, reader)
+            _kept(self._spec.form, index, item, reader)
         if reader is not None:
             reader.rest()
 
@@ -359,7 +431,9 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         with self._lock:
             if self._reader is None and not self._trouble.why:
                 try:
-                    self._reader = reader = ReadThrough(self._opened(), self._names, self._trouble)
+                    self._reader = reader = ReadThrough(
+                        self._opened(), self._names, self._trouble, self._counts.numpy()
+                    )
                     finalizer(self, reader.close_soon)  # which publishes what was made
                 except _UNUSABLE as error:
                     self._trouble.note(error)
@@ -378,12 +452,13 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         return reader.cached
 
     def stats(self) -> CachedStats:
-        """Count the items that are in the cache now, and what this process did."""
+        """Count the items that are in the cache now, and what this process and its workers did."""
         reader, settings = self.reader_here(), self._spec.settings
-        cached = hits = made = published_bytes = 0
+        cached = published_bytes = 0
+        hits, made, left_out = self._counts.sum(0).tolist()
         capacity_bytes, is_full = settings.capacity_bytes, False
         if reader is not None:
-            cached, hits, made = reader.cached, reader.hits, reader.made
+            cached = reader.cached
             try:
                 store = self._opened()
                 cache = store.stats()
@@ -392,7 +467,15 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             except (ArrowCacheError, OSError) as error:
                 self._trouble.note(error)
         return CachedStats(
-            len(self), cached, published_bytes, capacity_bytes, is_full, hits, made, self._trouble.why
+            len(self),
+            cached,
+            published_bytes,
+            capacity_bytes,
+            is_full,
+            hits,
+            made,
+            self._trouble.why,
+            left_out,
         )
 
     @face("fill()")
@@ -467,10 +550,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def __reduce__(self) -> tuple[Callable[..., CachedDataset], tuple[Any, ...]]:
         transform = self._spec.transform
         functions = None if transform is None else pickled(transform, "the transform", "use forked workers")
-        return _unpickled, (replace(self._spec, transform=None), functions)
+        return _unpickled, (replace(self._spec, transform=None), functions, self._counts)
 
     def __repr__(self) -> str:
-        return f"<CachedDataset of {len(self)} items at {printable(self._spec.path)}>"
+        left_out = int(self._counts[:, 2].sum())
+        skipped = f", left out {format_count(left_out, 'time')}" if left_out else ""
+        return f"<CachedDataset of {len(self)} items at {printable(self._spec.path)}{skipped}>"
 
     def _card(self) -> Card:
         try:
@@ -519,6 +604,7 @@ def cached(
     transform: Callable[[Any], Any] | None = None,
     schema: Mapping[str, FieldType] | None = None,
     replace: float = 0.0,
+    on_error: str = "raise",
 ) -> CachedDataset:
     """Return a Dataset of the same length and items, which are read through a cache on the local disk.
 
@@ -555,6 +641,10 @@ def cached(
         transform: called with each item, in the process that asks for it.
         schema: types of leaves by name, such as {"tokens": Ragged("int64")}, of values whose length differs.
         replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
+        on_error: "raise" an error where the dataset inside raises one, or gives None for an item. "skip" has
+            `Loader(train)` and `fill` leave such an item out, and count it in their stats; each epoch tries
+            it again. Accesses by index, as of a DataLoader, raise it in any case. A MemoryError, an item
+            that does not fit the first, and errors of a transform are never skipped.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
     Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
         of another version, length, columns or classes. SchemaError: an item that no columns hold, or that
@@ -566,7 +656,9 @@ def cached(
     if not isinstance(version, str):
         raise TypeError(f"version must be a text, not {version!r}")
     require_share(replace, "replace")
-    item: Any = dataset[0]
+    if on_error not in _POLICIES:
+        raise ValueError(f"on_error={on_error!r} is unknown: use one of {_POLICIES}")
+    index, item = (0, dataset[0]) if on_error == "raise" else _first_that_can_be_made(dataset, length)
     try:
         form = ExactForm(item, schema, columns)
         items = CachedItems(length, version, form.classes)
@@ -574,10 +666,81 @@ def cached(
         first = form.chosen(item)
         form.require_return(first, form.items(columns_of(form, [first], np.zeros(1, np.int64)))[0])
     except SchemaError as error:
-        raise SchemaError(f"item 0: {error}") from None
-    train = CachedDataset(_Spec(dataset, Path(path).absolute(), settings, form, transform, float(replace)))
-    train._begin(item)
+        raise SchemaError(f"item {index}: {error}") from None
+    folder, skips = Path(path).absolute(), on_error == "skip"
+    train = CachedDataset(_Spec(dataset, folder, settings, form, transform, float(replace), skips))
+    train._begin(index, item)
     return train
+
+
+def _made_or_left_out(
+    inner: Any, many: Callable[[list[int]], Any] | None, indices: list[int]
+) -> Iterator[Any]:
+    """Yield the items of a dataset, or `LeftOut` in place of one that it cannot make."""
+    if many is not None:
+        try:
+            items = [*many(indices)]
+        except _NEVER_SKIPPED:
+            raise
+        except Exception:  # noqa: BLE001  # which of them failed is seen one by one
+            pass
+        else:
+            yield from (_unless_none(index, item) for index, item in zip(indices, items, strict=True))
+            return
+    for index in indices:
+        try:
+            item = item_of(inner, index)
+        except _NEVER_SKIPPED:
+            raise
+        except Exception as error:  # noqa: BLE001  # it is counted, or raised where its user asks for it
+            yield LeftOut(index, error)
+        else:
+            yield _unless_none(index, item)
+
+
+def _unless_none(index: int, item: Any) -> Any:
+    return LeftOut(index, SchemaError(f"item {index} is None")) if item is None else item
+
+
+def _first_that_can_be_made(dataset: Any, length: int) -> tuple[int, Any]:
+    """Return an item and its index. Raises: the first error, where none of many can be made."""
+    failed: list[LeftOut] = []
+    for index in range(min(length, _MOST_TRIED)):
+        (item,) = _made_or_left_out(dataset, None, [index])
+        if not isinstance(item, LeftOut):
+            return index, item
+        failed.append(item)
+    raise failed[0].error
+
+
+def _several(index: object, length: int) -> Sequence[int] | None:
+    """Return the numbers of a batch, or None: the index is of one item, or of none.
+
+    Raises: TypeError: a mask. IndexError: it is empty.
+    """
+    if isinstance(index, torch.Tensor):
+        index = index.numpy()
+    if isinstance(index, np.ndarray):
+        if index.ndim != 1:
+            return None
+        if index.dtype.kind not in "iu":
+            raise TypeError(f"an index is a whole number, not {index.dtype}: of a mask give its nonzero()")
+        index = index.tolist()
+    if isinstance(index, slice):
+        index = range(*index.indices(length))
+    if not isinstance(index, list | range):
+        return None
+    if not index:
+        raise IndexError("a batch has at least one item: the list of indices is empty")
+    return index
+
+
+def _shared_counts() -> torch.Tensor:
+    """Return counts that all processes of a dataset add to, each in a row of its own, as of `ReadThrough`."""
+    try:
+        return shared_numbers(_COUNTING, 3)
+    except OSError:  # no memory or descriptor is left: each process counts for itself
+        return torch.zeros(_COUNTING, 3, dtype=torch.int64)
 
 
 def _length_of(dataset: object) -> int:
@@ -691,5 +854,7 @@ def _require_fit(found: Settings, spec: _Spec) -> None:
     raise CacheFormatError(f"{spec.path} {why}: give another path, or remove the folder if nobody needs it")
 
 
-def _unpickled(spec: _Spec, functions: bytes | None) -> CachedDataset:
-    return CachedDataset(spec if functions is None else replace(spec, transform=unpickled(functions)))
+def _unpickled(spec: _Spec, functions: bytes | None, counts: torch.Tensor) -> CachedDataset:
+    spec = spec if functions is None else replace(spec, transform=unpickled(functions))
+    is_shared = counts.is_shared()  # type: ignore[no-untyped-call]  # False: of a copy, which counts for itself
+    return CachedDataset(spec, counts if is_shared else None)

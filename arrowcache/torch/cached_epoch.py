@@ -10,6 +10,7 @@ overwritten; whoever ends it, nothing of it is under way afterwards.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from arrowcache.reading.stats import Meter
 from arrowcache.reading.values import ColumnData, column_bytes
 from arrowcache.torch.cached_dataset import CachedDataset
 from arrowcache.torch.collation import batch_of
-from arrowcache.torch.makers import Collate, Makers, made_batch
+from arrowcache.torch.makers import Answer, Collate, Makers, answer_of
 from arrowcache.torch.structure import take_apart
 
 
@@ -44,7 +45,7 @@ class CachedEpoch:
         order: this rank's steps of it.
         slots: lends memory for batches that are gathered here. None: all batches are made item by item.
         prefetch: batches to have under way here beside the next one. None means as many as usual.
-        collate: as of `made_batch`.
+        collate: as of `CachedDataset.batch`.
         makers: make the batches. None: this process does.
     """
 
@@ -66,6 +67,9 @@ class CachedEpoch:
         self._under_way: deque[tuple[NDArray[np.int64], Begun | None]] = deque()
         self._begun = self._taken = self.delivered = 0  # steps
         self._batch_bytes = 1  # of the last batch
+        self._empty_steps = 0  # since the last batch: all their items were left out
+        self._error = ""  # of the last item that was left out, until a batch is made
+        self._stands_in: int | None = None  # an item of a batch that was made
         self.was_asked = self.has_stopped = self.has_ended = False
         self._because: str | None = None
         meter.begin_run(self)
@@ -101,17 +105,24 @@ class CachedEpoch:
         Raises: what the dataset inside, its transform or the collate function raise. WorkerError.
         """
         self.require_own()
+        while not self.has_ended and self._taken < self.order.steps:
+            made = self._made_here() if self._makers is None else self._made_by(self._makers)
+            if made is None and self.order.step_rows > self.order.batch_size:
+                made = self._instead()
+            self._taken += 1
+            if made is not None:
+                empty, self._empty_steps = self._empty_steps, 0
+                self._batch_bytes = max(1, made.nbytes)
+                return made._replace(steps=1 + empty)
+            self._empty_steps += 1
         if self.has_ended:
             return None
-        if self._taken == self.order.steps:
-            if self._makers is not None:
-                self._makers.rest()
-            self._train.rest_if_it_turns_over()
-            return None
-        made = self._made_here() if self._makers is None else self._made_by(self._makers)
-        self._taken += 1
-        self._batch_bytes = max(1, made.nbytes)
-        return made
+        if self._empty_steps == self.order.steps and self._error:
+            raise RuntimeError(f"none of the epoch's items could be made; {self._error}")
+        if self._makers is not None:
+            self._makers.rest()
+        self._train.rest_if_it_turns_over()
+        return None
 
     def is_ready(self) -> bool:
         """True if `take` would return at once, as far as is known."""
@@ -132,9 +143,11 @@ class CachedEpoch:
             if self._because is not None and self.delivered < self.order.steps:
                 raise cut_short(self._because)
             self.has_stopped = True
+            if not self.has_ended:
+                self.delivered += self._empty_steps
             self.close()
             raise StopIteration
-        self.delivered += 1
+        self.delivered += made.steps
         self._meter.deliver(made)
 
     def fail(self) -> None:
@@ -168,13 +181,13 @@ class CachedEpoch:
 
     # batches
 
-    def _made_here(self) -> ReadyBatch:
+    def _made_here(self) -> ReadyBatch | None:
         self._begin_ahead()
         indices, begun = self._under_way[0]
         made = None if begun is None else self._gathered(begun)
         if made is None:
             with self._meter.stage("transform"):
-                made = _whole(made_batch(self._train, indices, self._collate), len(indices))
+                made = self._whole(answer_of(self._train, indices, self._collate), indices)
         self._under_way.popleft()  # now: where Ctrl-C came before, `close` ends it
         return made
 
@@ -206,20 +219,39 @@ class CachedEpoch:
         batch = batch_of(self._train.form, columns)
         return ReadyBatch(batch, begun.rows, nbytes, nbytes, begun.published, None)
 
-    def _made_by(self, makers: Makers) -> ReadyBatch:
+    def _made_by(self, makers: Makers) -> ReadyBatch | None:
         with self._meter.stage("transform"):
             answer = makers.next()
         indices = self._indices(self._taken)
         if answer is not None:
-            return _whole(answer[0], len(indices))
+            return self._whole(answer, indices)
         begun = self._begin(indices)
         made = None if begun is None else self._gathered(begun)
-        return made or _whole(made_batch(self._train, indices, self._collate), len(indices))
+        return made or self._whole(answer_of(self._train, indices, self._collate), indices)
 
+    def _instead(self) -> ReadyBatch | None:
+        """Return a batch of one item of another step, as all ranks have equally many steps.
 
-def _whole(batch: Any, rows: int) -> ReadyBatch:
-    """A batch that was made of items, which count as published now."""
-    leaves: list[Any] = []
-    take_apart(batch, leaves)
-    nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
-    return ReadyBatch(batch, rows, nbytes, nbytes, time.time(), None)
+        None: none of this rank's items can be made.
+        """
+        before = [] if self._stands_in is None else [np.array([self._stands_in])]
+        steps = itertools.chain(before, self._batches_from(self._taken + 1), self._batches_from(0))
+        for indices in steps:
+            for index in indices:
+                one = np.array([index])
+                if (made := self._whole(answer_of(self._train, one, self._collate), one)) is not None:
+                    return made
+        return None
+
+    def _whole(self, answer: Answer, indices: NDArray[np.int64]) -> ReadyBatch | None:
+        """A batch that was made of items, which count as published now. None: all were left out."""
+        self._meter.leave_out(answer.left_out)
+        if not answer.rows:
+            self._error = answer.error
+            return None
+        if not answer.left_out:
+            self._stands_in = int(indices[0])
+        leaves: list[Any] = []
+        take_apart(answer.batch, leaves)
+        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+        return ReadyBatch(answer.batch, answer.rows, nbytes, nbytes, time.time(), None)

@@ -33,7 +33,7 @@ from arrowcache.torch.collation import collated
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.makers import Makers
-from arrowcache.units import MOST_COUNTED, parse_count, require_function
+from arrowcache.units import MOST_COUNTED, format_count, parse_count, require_function
 
 _LOADERS = 1  # seeds of the workers of loaders begin with it
 _numbers = itertools.count()  # of the loaders of this process
@@ -104,6 +104,10 @@ class CachedLoader(Closable):
             begins. Each step has batch_size items a rank, and all ranks have equally many steps.
         world_size: number of ranks. None with `rank`.
 
+    Of a dataset with on_error="skip" an item that cannot be made is left out of its batch, which is shorter
+    then, and a batch of such items alone is left out; `stats` counts them. With several ranks, which have
+    equally many steps, it has one item of another batch. An epoch of such items alone is a RuntimeError.
+
     Tensors are over reused memory that is not overwritten while one of them or a view of it lives. Where the
     dataset was made with `replace`, `train.turn_over()` is called between two epochs.
     Raises: ValueError, TypeError: an argument that does not fit.
@@ -151,6 +155,7 @@ class CachedLoader(Closable):
         self._number = next(_numbers)
         self._meter = Meter(self._workers, self._shuffle)
         self._slots = self._new_slots()
+        self._is_shown = False  # the counts, to other processes
         self._planned = self._plan_of(0)  # the next epoch, or the rest of one
         self._is_first = True
         self._epoch: CachedEpoch | None = None  # in progress, or the last one
@@ -176,7 +181,9 @@ class CachedLoader(Closable):
                 warn(f"no items were replaced: {error}")
         self._is_first = False
         order = EpochOrder(plan, self._batch_size, self._shard_now(), self._drop_last)
-        self._meter.show_on(CounterPage.open(self._train.path, self._workers, self._shuffle))
+        if not self._is_shown:
+            self._meter.show_on(CounterPage.open(self._train.path, self._workers, self._shuffle))
+            self._is_shown = True
         epoch = CachedEpoch(
             self._train,
             plan,
@@ -285,9 +292,11 @@ class CachedLoader(Closable):
             self.close()
 
     def __repr__(self) -> str:
+        left_out = self._meter.left_out_items
+        skipped = f", left out {format_count(left_out, 'item')}" if left_out else ""
         return (
             f"<CachedLoader of {self._train.path}: batch_size={self._batch_size}, "
-            f"shuffle={self._shuffle!r}, epoch {self._planned.epoch}>"
+            f"shuffle={self._shuffle!r}, epoch {self._planned.epoch}{skipped}>"
         )
 
     def _finish(self, batch: Any) -> Any:
@@ -334,7 +343,7 @@ class CachedLoader(Closable):
 
     def _begin_in_child(self) -> None:
         """Have nothing of the process that forked this one."""
-        self._origin, self._epoch, self._makers = Origin(), None, None
+        self._origin, self._epoch, self._makers, self._is_shown = Origin(), None, None, False
         if self._prefetcher is not None:
             self._prefetcher = DevicePrefetcher((), self._prefetcher.devices[0])
         self._slots = self._new_slots()

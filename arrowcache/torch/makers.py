@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from arrowcache.errors import WorkerError, warn
 from arrowcache.lifetimes import Origin, shielded
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.torch.cached_dataset import CachedDataset, Unwanted
-from arrowcache.torch.collation import batch_of, columns_of
+from arrowcache.torch.cached_dataset import CachedDataset, LeftOut, Unwanted
 from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.transport import RECEIVING, Result, failure
 
@@ -48,23 +47,29 @@ _LOST = (
 )  # of a message whose sender died before it was received
 
 
-def made_batch(
+class Answer(NamedTuple):
+    """A batch that a worker made, of so many items. None: all of them were left out."""
+
+    batch: Any
+    rows: int
+    left_out: int = 0
+    error: str = ""  # the last one of those that were left out
+
+
+def answer_of(
     train: CachedDataset,
     indices: NDArray[np.int64],
     collate: Collate | None,
     is_wanted: Callable[[], bool] = lambda: True,
-) -> Any:
+) -> Answer:
     """Return a batch of items (n,), each read or made by this process.
 
-    Args:
-        collate: called with the items, after the dataset's transform. None puts their columns together.
-        is_wanted: asked before each item is made.
-    Raises: Unwanted. What the dataset, its transform or `collate` raise. SchemaError: an item does not fit.
+    Args, raises: as `CachedDataset.batch`.
     """
-    items = train.items_of(indices, is_wanted)
-    if collate is None:
-        return batch_of(train.form, columns_of(train.form, items, indices))
-    return collate(train.transformed(items))
+    left_out: list[LeftOut] = []
+    batch = train.batch(indices, collate, is_wanted, left_out)
+    error = f"item {left_out[-1].number}: {left_out[-1].error!r}" if left_out else ""
+    return Answer(batch, len(indices) - len(left_out), len(left_out), error)
 
 
 class _Request(NamedTuple):
@@ -106,7 +111,7 @@ class _Making(Dataset[Any]):
         return self.__getitems__(request)
 
     def __getitems__(self, request: _Request) -> Result | None:
-        """Return None where there is nothing to send, else a message that becomes (batch,)."""
+        """Return None where there is nothing to send, else a message that becomes an `Answer`."""
         epoch, indices = request
         if self._wanted.value != epoch:
             return None
@@ -116,7 +121,7 @@ class _Making(Dataset[Any]):
                 return None
             if self._collate is None and self._train.has(indices):
                 return None
-            return Result((made_batch(self._train, indices, self._collate, self._is_wanted(epoch)),))
+            return Result(answer_of(self._train, indices, self._collate, self._is_wanted(epoch)))
         except Unwanted:
             return None
         except Exception:  # noqa: BLE001  # travels as torch's own do
@@ -144,7 +149,7 @@ class Makers:
 
     Args:
         workers: number of processes; at least 1.
-        collate: as of `made_batch`.
+        collate: as of `CachedDataset.batch`.
         seeds: the processes' random seeds are drawn from it, whenever they are started.
     """
 
@@ -200,8 +205,8 @@ class Makers:
                     _supervise(self._answers)
         self._is_whole = True
 
-    def next(self) -> tuple[Any] | None:
-        """Return the next batch, as a tuple of one. None: its items are in the cache.
+    def next(self) -> Answer | None:
+        """Return the next batch. None: its items are in the cache.
 
         Blocks: until it is made.
         Raises: what the dataset raises. WorkerError: worker processes die, again and again.
@@ -209,7 +214,7 @@ class Makers:
         while True:
             self._is_whole = False
             try:
-                answer: tuple[Any] | None = next(self._answers)
+                answer: Answer | None = next(self._answers)
             except Exception as error:
                 if not _is_death(error):
                     self._is_whole = True

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable
+from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -111,6 +114,7 @@ default_collate_fn_map[Result] = collate
 
 def pack(content: object) -> bytes | ExceptionWrapper:
     """Pack content for `unpack` in another process, or return the exception that prevents it."""
+    _hush()
     file = io.BytesIO()
     try:
         _TensorPickler(file).dump(content)
@@ -159,6 +163,34 @@ class _TensorPickler(ForkingPickler):
         ):
             return NotImplemented
         return reduce_storage(_shared(thing))  # type: ignore[no-untyped-call]
+
+
+def shared_numbers(*shape: int) -> torch.Tensor:
+    """Return zeros, int64, that this process shares with those that it starts with them.
+
+    Raises: OSError: no memory or descriptor is left.
+    """
+    zeros = torch.zeros(shape, dtype=torch.int64)
+    return torch.empty(0, dtype=torch.int64).set_(_shared(zeros.untyped_storage())).view(shape)
+
+
+def _hush() -> None:
+    """Have no traceback printed where a receiver hangs up as it takes memory from this process. Idempotent.
+
+    Ctrl-C or a kill may come between any two of its steps. The thread of multiprocessing that hands over the
+    memory goes on, but shows the broken connection as an error.
+    """
+    before = sys.excepthook
+    if getattr(before, "is_hushed", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        at = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+        if at != resource_sharer.__name__ or not isinstance(error, EOFError | ConnectionError):
+            before(kind, error, trace)
+
+    hook.is_hushed = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def _shared(storage: torch.UntypedStorage) -> torch.UntypedStorage:

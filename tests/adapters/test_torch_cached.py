@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import datetime as dt
 import io
 import json
@@ -25,7 +26,15 @@ import torch
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
 from helpers import flip_byte, in_child, segment_files, wait_until
 from processes import METHODS, Child, Script, private_mounts, small_disk
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 import arrowcache as ac
 from arrowcache.explore.board import Board
@@ -290,6 +299,125 @@ def test_an_item_that_is_kept_is_never_overwritten(path):
     with cached(Numbers(50), path, capacity="16MiB") as train:
         kept = [train[index] for _ in range(2) for index in range(50)]
         assert [item["x"][0, 0] for item in kept] == [*range(50)] * 2
+
+
+SEVERAL = {
+    "list": [3, 1, 3],
+    "list of numpy": [np.int64(3), np.int32(1), 3],
+    "array": np.array([3, 1, 3]),
+    "small array": np.array([3, 1, 3], np.uint8),
+    "tensor": torch.tensor([3, 1, 3]),
+    "range": range(3, 0, -1),
+    "slice": slice(1, 4),
+    "slice backwards": slice(None, None, -2),
+    "negative": [-1, 0, -20],
+    "one": [7],
+}
+
+
+@pytest.mark.parametrize(
+    "transform", [None, lambda item: (item["x"] + 1, item["y"])], ids=["", "transformed"]
+)
+@pytest.mark.parametrize("several", SEVERAL)
+def test_several_indices_are_a_batch(path, several, transform):
+    index = SEVERAL[several]
+    with cached(Numbers(20), path, capacity="16MiB", transform=transform) as train:
+        numbers = [*range(20)]
+        wanted = numbers[index] if isinstance(index, slice) else [numbers[int(each)] for each in index]
+        items = [train[each] for each in wanted]
+        for _ in range(2):
+            assert same(train[index], torch.utils.data.default_collate(items))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataloader_of_batches_of_indices_has_batches(path, workers):
+    """As that of a TensorDataset, whose items they are."""
+    inside = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
+    with cached(inside, path, capacity="16MiB") as train:
+        epochs = [
+            [
+                *DataLoader(
+                    dataset, batch_size=None, num_workers=workers,
+                    sampler=BatchSampler(SequentialSampler(dataset), 4, drop_last=False),
+                )
+            ]
+            for dataset in (train, train, inside)
+        ]  # fmt: skip
+    assert len(epochs[0]) == 3
+    assert same(epochs[0], epochs[2])
+    assert same(epochs[1], epochs[2])
+
+
+def test_what_default_collate_refuses_is_a_batch_as_of_a_loader(path):
+    items = [{"at": dt.datetime(2026, 1, n), "words": [*range(n)]} for n in (1, 2, 3)]
+    with cached(Items(*items), path, capacity="16MiB", schema={"words": ac.Ragged("int64")}) as train:
+        batch = train[1:]
+        assert [row.tolist() for row in batch["words"].unbind()] == [[0, 1], [0, 1, 2]]
+        assert batch["at"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "says"),
+    [
+        ([], IndexError, "at least one"),
+        (slice(5, 5), IndexError, "at least one"),
+        (np.array([True, False]), TypeError, "nonzero"),
+        (torch.tensor([True, False]), TypeError, "nonzero"),
+        (np.array([1.0]), TypeError, "float64"),
+        (np.zeros((2, 2), int), TypeError, "integer"),
+        ([1, 20], IndexError, "item 20"),
+        ([1, "2"], TypeError, "integer"),
+        ((1, 2), TypeError, "integer"),
+    ],
+)
+def test_what_are_no_indices_is_refused(path, index, error, says):
+    with cached(Numbers(20), path, capacity="16MiB") as train, pytest.raises(error, match=says):
+        train[index]
+
+
+def test_an_attribute_of_the_dataset_inside_is_named(path):
+    class Folder(Numbers):
+        classes = ("cat", "dog")
+        class_to_idx: ClassVar = {"cat": 0, "dog": 1}
+        _own = 1
+
+        @property
+        def targets(self):
+            return [0, 1]
+
+        def select(self, indices):
+            return Subset(self, indices)
+
+    with cached(Folder(3), path, capacity="16MiB") as train:
+        for name in ("classes", "class_to_idx", "targets", "select"):
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'.* use train.dataset.{name}"):
+                getattr(train, name)
+            assert not hasattr(train, name)
+        for name in ("clases", "_own", "__iter__", "state_dict"):
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
+                getattr(train, name)
+        assert train.dataset.classes == ("cat", "dog")
+        for other in (copy.copy(train), copy.deepcopy(Subset(train, [1])).dataset):
+            assert other[1]["y"] == 1
+            other.close()
+        with pytest.raises(AttributeError, match="_spec"):
+            CachedDataset.__new__(CachedDataset).length
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_counts_what_its_workers_read_and_made(path, method):
+    with cached(Numbers(20), path, capacity="16MiB") as train:
+        for hits, made in ((1, 20), (21, 20)):
+            loader = DataLoader(train, 5, num_workers=2, multiprocessing_context=method)
+            assert sum(len(batch["y"]) for batch in loader) == 20
+            stats = train.stats()
+            assert (stats.hits, stats.made) == (hits, made - 1)
+            assert f"{hits} items read from the cache, {made - 1} made" in str(train).replace(
+                "1 item ", "1 items "
+            )
+        other = pickle.loads(pickle.dumps(train))
+        assert (other.stats().hits, other.stats().made) == (0, 0), "a copy counts for itself"
+        other.close()
 
 
 @pytest.mark.parametrize(

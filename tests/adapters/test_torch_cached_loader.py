@@ -26,6 +26,7 @@ from processes import METHODS, Script
 from torch.utils.data import DataLoader, get_worker_info
 
 import arrowcache as ac
+from arrowcache.storage.counters import CounterPage
 from arrowcache.torch import CachedLoader, Loader, cached
 
 LENGTH = 95
@@ -588,13 +589,27 @@ def test_a_loader_of_a_cached_dataset_is_a_cached_loader(train):
     assert loader.stats().epochs == 1
 
 
-def test_other_processes_see_its_counts(train):
+def test_other_processes_see_its_counts(train, monkeypatch):
     from arrowcache.explore import observe
 
     loader = Loader(train, 10)
     flat(loader)
     (seen,) = observe(train.path).loaders
     assert seen.rows == LENGTH
+    opened = CounterPage.open
+    monkeypatch.setattr(CounterPage, "open", lambda *_: pytest.fail("a second page"))
+    flat(loader)
+    monkeypatch.setattr(CounterPage, "open", opened)
+    (seen,) = observe(train.path).loaders
+    assert seen.rows == 2 * LENGTH
+
+    def child():
+        flat(loader)
+        assert sorted(seen.rows for seen in observe(train.path).loaders) == [LENGTH * 2, LENGTH * 3]
+        loader.close()
+
+    with in_child(child):
+        pass
     loader.close()
     assert not observe(train.path).loaders
 
@@ -606,3 +621,157 @@ def test_batches_whose_items_are_there_cost_no_call_of_the_dataset(path, log):
         assert sorted(flat(Loader(train, 10))) == [*range(LENGTH)]
         assert train.stats().made == LENGTH - 1
     assert not log.exists()
+
+
+# items that cannot be made
+
+
+class Spoilt(Numbers):
+    """Some items are None, others raise."""
+
+    def __init__(self, length, none=(), raises=(), error=OSError, log=None):
+        super().__init__(length, log)
+        self.none, self.raises, self.error = {*none}, {*raises}, error
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if index in self.raises:
+            raise self.error(f"item {index} cannot be read")
+        return None if index in self.none else item
+
+
+class SpoiltMany(Spoilt):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+BAD = {0, 3, 17, 18, 40}
+
+
+def spoilt(path, kind=Spoilt, none=(0, 17), raises=(3, 18, 40), error=OSError, **options):
+    return cached(kind(60, none, raises, error), path, capacity="16MiB", on_error="skip", **options)
+
+
+@pytest.mark.parametrize("kind", [Spoilt, SpoiltMany])
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2}, {"device": "cpu"}, {"collate_fn": list}])
+def test_items_that_cannot_be_made_are_left_out_and_counted(path, kind, options):
+    with spoilt(path, kind) as train, Loader(train, 8, seed=1, **options) as loader:
+        for epoch in (1, 2):
+            batches = [*loader]
+            if "collate_fn" in options:
+                batches = [torch.utils.data.default_collate(batch) for batch in batches]
+            assert sorted(flat(batches)) == sorted({*range(60)} - BAD)
+            assert loader.stats().left_out_items == train.stats().left_out == 5 * epoch
+            assert loader.stats().rows == 55 * epoch
+        assert "left out 10 items" in repr(loader)
+        assert "left out 10 times" in repr(train)
+        assert "10 times an item could not be made" in str(train)
+        assert train.cached == 55
+        for index in BAD:
+            with pytest.raises((OSError, ac.SchemaError), match=f"item {index} "):
+                train[index]
+        with pytest.raises((OSError, ac.SchemaError)):
+            train[[1, 17]]
+        with pytest.raises((OSError, ac.SchemaError)):
+            list(DataLoader(train, 8))
+
+
+def test_fill_leaves_them_out(path):
+    for workers in (0, 2):
+        with spoilt(path.with_name(str(workers))) as train:
+            assert train.fill(workers, progress=False) == 55
+            assert train.stats().left_out == 5
+
+
+def test_by_default_they_are_errors(path):
+    for kind, error in ((Spoilt(9, none=[4]), ac.SchemaError), (Spoilt(9, raises=[4]), OSError)):
+        with (
+            cached(kind, path, capacity="16MiB") as train,
+            pytest.raises(error, match="item 4"),
+            Loader(train, 3, workers=0) as loader,
+        ):
+            list(loader)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 4])
+def test_batches_of_nothing_are_left_out_and_a_state_passes_them(path, size, workers):
+    bad = {*range(8), *range(20, 28), *range(52, 60)}
+    with spoilt(path, none=bad, raises=()) as train:
+        with Loader(train, size, shuffle=False, workers=workers) as loader:
+            wanted = flat(loader)
+            assert wanted == sorted({*range(60)} - bad)
+            assert loader.state_dict()["epoch"] == 1
+        for taken in range(0, 36 // size, 3):
+            with (
+                Loader(train, size, shuffle=False, workers=workers) as loader,
+                Loader(train, 5, workers=0) as resumed,
+            ):
+                epoch = iter(loader)
+                before = flat(itertools.islice(epoch, taken))
+                resumed.load_state_dict(loader.state_dict())
+                assert before + flat(resumed) == wanted
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_have_equally_many_steps_whatever_is_left_out(path, workers):
+    bad = {*range(16), *range(24, 28), *range(52, 60)}
+    with spoilt(path, none=bad, raises=()) as train:
+        loaders = [
+            Loader(train, 2, shuffle=False, workers=workers, rank=rank, world_size=2) for rank in (0, 1)
+        ]
+        steps = [numbers(loader) for loader in loaders]
+        assert [*map(len, steps)] == [15, 15]
+        assert all(batch for rank in steps for batch in rank)
+        assert {*itertools.chain(*itertools.chain(*steps))} == {*range(60)} - bad
+        for loader in loaders:
+            loader.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 0}, {"rank": 0, "world_size": 2, "workers": 0}])
+def test_an_epoch_of_nothing_is_an_error(path, options):
+    flag = path.with_name("network")
+    flag.touch()
+
+    class Offline(Numbers):
+        def __getitem__(self, index):
+            if index and not flag.exists():
+                raise ConnectionError("no network")
+            return super().__getitem__(index)
+
+    with cached(Offline(60), path, capacity="16MiB", on_error="skip") as train:
+        train.cache.evict("1MB")
+        flag.unlink()
+        with Loader(train, 1, shuffle=False, drop_last=True, **options) as loader:
+            state = loader.state_dict()
+            state["position"] = 2
+            loader.load_state_dict(state)
+            with pytest.raises(RuntimeError, match="none of the epoch's items could be made; item"):
+                list(loader)
+    none = Spoilt(9, raises=range(9), error=ConnectionError)
+    with pytest.raises(ConnectionError, match="item 0"):
+        cached(none, path.with_name("all"), capacity="16MiB", on_error="skip")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_no_fault_of_an_item_is_never_skipped(path, workers):
+    for number, (kind, error) in enumerate(
+        [
+            (Spoilt(9, raises=[4], error=MemoryError), MemoryError),
+            (Spoilt(9, raises=[4], error=ac.SchemaError), ac.SchemaError),
+            (Items(*({"x": torch.zeros(2 if n == 4 else 1)} for n in range(9))), ac.SchemaError),
+        ]
+    ):
+        with (
+            cached(kind, path.with_name(str(number)), capacity="16MiB", on_error="skip") as train,
+            pytest.raises(error),
+            Loader(train, 3, workers=workers) as loader,
+        ):
+            list(loader)
+
+
+def test_an_unknown_policy_is_refused(path):
+    for on_error in ("ignore", None, True):
+        with pytest.raises(ValueError, match="use one of"):
+            cached(Numbers(3), path, capacity="16MiB", on_error=on_error)

@@ -8,6 +8,8 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 from helpers import DEADLINE_SECONDS, make_cache, publish
+from processes import Script
+from quick import first_is_quick
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -130,3 +132,55 @@ def test_what_is_no_dict_arrives_from_an_iterable_as_torch_makes_it_of_it(cache,
         assert got == [0, 16, 32, 48]
     else:
         assert [value.tolist() for value in got] == [[0], [16], [32], [48]]
+
+
+#: A receiver hangs up between any two steps in which it takes memory from a worker, as Ctrl-C has it do.
+HANGS_UP = """
+import socket, sys
+from multiprocessing import process, reduction, resource_sharer
+from multiprocessing.connection import Client
+import torch
+import arrowcache as ac
+from arrowcache.torch import CacheIterableDataset, Loader, cached, dataloader
+from datasets_of_items import Numbers
+from torch.utils.data import DataLoader
+
+path, face, step = sys.argv[1:]
+
+def connected(address):
+    return Client(address, authkey=process.current_process().authkey)
+
+def hangs_up(identity):
+    address, key = identity
+    if step == "connected":
+        with socket.socket(socket.AF_UNIX) as plain:
+            plain.connect(address)
+    elif step == "known":
+        connected(address).close()
+    else:
+        with connected(address) as connection:
+            connection.send((key, 2**22))
+    connected(address).close()  # the worker has come to the next one
+    raise KeyboardInterrupt
+
+resource_sharer._ResourceSharer.get_connection = staticmethod(hangs_up)
+loader = {
+    "items": lambda: Loader(cached(Numbers(64), path + "-items", capacity="16MiB"), 8, workers=1),
+    "dataloader": lambda: dataloader(path, 8, 1, transform=dict),
+    "iterable": lambda: DataLoader(CacheIterableDataset(path, 8), batch_size=None, num_workers=1),
+}[face]()
+try:
+    for _ in loader:
+        pass
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("step", ["connected", "known", "asked"])
+@pytest.mark.parametrize("face", first_is_quick(["items", "dataloader", "iterable"]))
+def test_ctrl_c_while_a_batch_is_received_prints_nothing_in_the_worker(cache, face, step):
+    """It was a traceback of multiprocessing.resource_sharer, at times."""
+    with Script(HANGS_UP, cache.path, face, step) as script:
+        assert script.line() == "interrupted"
+        assert script.end() == (0, "")

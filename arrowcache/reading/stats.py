@@ -79,8 +79,8 @@ class LoaderStats(Shown):
     `unselected_rows` is how many rows of its segments the epoch that began last does not read, since they are
     excluded, or not those of `rows`. `choosing_seconds` is the part of `start_seconds` in which the rows of
     epochs were chosen: by `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by` names
-    those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items of a dataset could not be made, in
-    all epochs, with on_error="skip".
+    those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items of a
+    dataset could not be made, in all epochs, with on_error="skip".
     """
 
     epochs: int

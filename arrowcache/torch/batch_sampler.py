@@ -22,7 +22,6 @@ from arrowcache.lifetimes import until_exit
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.iterator import STOPPED, cut_short
 from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
-from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.weights_file import plan_of, state_of

@@ -210,7 +210,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         several = _several(index, len(self))
         if several is not None:
             return self.batch(self._numbers(several))
-        return self._items_at([index])[0]
+        return self._items_at([index])[0]  # type: ignore[list-item]  # or it says so
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several items, as a DataLoader asks for a batch of them: those that are there by one job.
@@ -330,6 +330,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         try:
             if not is_wanted():
                 raise Unwanted
+            items: Iterable[Any]
             if self._spec.skips:
                 items = _made_or_left_out(inner, many, indices)
             else:  # a generator: a StopIteration of the dataset is an error, and no end

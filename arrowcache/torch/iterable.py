@@ -37,8 +37,8 @@ from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
 from arrowcache.reading.order import ResumedSteps, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.reading.supply import Supply
+from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import membership_now

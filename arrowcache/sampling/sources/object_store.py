@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections import Counter
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar

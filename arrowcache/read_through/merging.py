@@ -1,9 +1,9 @@
 """Merging: many small segments of a dataset's cache become few full ones, while others read and write it.
 
 Parts that follow one another are read, and published once more as one segment, which comes onto the disk
-before they leave it; its name says which they are. They leave once nobody leases them: until then they serve,
-since of two copies the older does, so no reader sees a change. Whoever finds a merged segment beside its
-parts goes on with their removal. One process at a time merges.
+before they leave it; its name says which they are. New snapshots read the merged segment. Parts leave once no
+older snapshot leases them. Whoever finds a merged segment beside its parts goes on with their removal. One
+process at a time merges.
 
 Guarantees: who is killed at any step, or loses power, loses no item; the capacity holds, so parts are merged
 where there is room for both copies; a merged segment is merged again only once its parts have left.

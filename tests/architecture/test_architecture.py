@@ -28,9 +28,9 @@ LAYERS = {  # an import may only point to a lower number
     "arrow": 1,
     "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
     "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
-    "lifetimes": -1, "units": -1,
+    "arguments": -1, "lifetimes": -1, "units": -1,
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = ("cgroup", "display", "errors", "lifetimes", "linux", "units")
+STANDARD_LIBRARY_ONLY = ("arguments", "cgroup", "display", "errors", "lifetimes", "linux", "units")
 FRAMEWORKS = {
     "torch": ("torch", "demo"),
     "tensorflow": ("tensorflow",),
@@ -101,6 +101,24 @@ def part_of(module: str) -> str:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_belongs_to_a_layer(module):
     assert part_of(module) in LAYERS
+
+
+def test_the_layout_of_the_package_names_each_part():
+    found = {part_of(module) for module in MODULES} - {"arrowcache"}
+    assert arrowcache.__doc__ is not None
+    assert not {part for part in found if not re.search(rf"\b{part}(/|\.py)", arrowcache.__doc__)}
+
+
+IMPURE = re.compile(
+    r"(time|os|random|threading|socket|tempfile|subprocess|shutil|arrowcache\.(cgroup|linux))\b"
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_says_that_it_is_pure_knows_no_clock_no_machine_and_no_file(module):
+    said = ast.get_docstring(parsed(MODULES[module])) or ""
+    if re.search(r"\. Pure\b|^Pure\b", said, re.MULTILINE):
+        assert not [name for name in imports_of(MODULES[module]) if IMPURE.match(name)]
 
 
 @pytest.mark.slow

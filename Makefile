@@ -142,7 +142,7 @@ coverage: .envs/newest/.stamp
 
 # tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2. What old versions change,
 # the quick tests find: those that are slow start the same processes with any.
-WITH_TENSORFLOW := $(wildcard tests/adapters/test_tensorflow*.py)
+WITH_TENSORFLOW := $(wildcard tests/adapters/test_tensorflow*.py) tests/refusals/test_every_argument.py
 test-oldest: .envs/oldest/.stamp
 	$(call compile,oldest)
 	.envs/oldest/bin/python $(TESTS) $(NOT_BESIDE) $(NOT_IN_OLDEST) $(WITH_TENSORFLOW:%=--ignore %) -m 'not slow' $(ARGS)
@@ -157,7 +157,7 @@ test-tensorflow: .envs/tensorflow/.stamp
 	$(call compile,tensorflow)
 	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks tests/architecture/test_environments.py $(ARGS)
 
-WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py
+WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py tests/refusals/test_every_argument.py
 test-jax: .envs/jax/.stamp
 	$(call compile,jax)
 	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py $(ARGS)

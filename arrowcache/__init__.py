@@ -2,17 +2,26 @@
 
 General layout, from top to bottom; an import only points down:
 
+    __main__.py              `python -m arrowcache`
     cli/, explore/           look into a cache: the `arrowcache` command; observations, monitors, plots
-    torch/, tensorflow/      batches as tensors (each imports its framework: `import arrowcache.torch`)
+    demo.py                  a first look: a sampler, a loader and a model that learns
+    torch/, tensorflow/,     batches as tensors and arrays (each imports its framework: `import
+    jax/                     arrowcache.torch`)
     ray/                     samplers all over a cluster (imports ray: `import arrowcache.ray`)
     cache.py                 the public Cache
+    read_through/            items of a dataset, made once, published for all
     sampling/                samplers: user code that draws samples, on any executor
     reading/                 snapshots, orders, mapped segments, loaders: one pass over what is there
     storage/                 the folder: publish, evict, lease, recover
     arrow/                   schema <-> columns, segment <-> file
     native/                  the engine: a library in C whose threads copy rows and read them from the disk
-    linux.py                 the kernel's calls; errors.py, units.py: the exception tree; sizes in bytes
+    process.py, pickling.py  one group of worker processes, and what they are sent
+    lifetimes.py             how things end: forks, finalizers, the exit, Ctrl-C
+    arguments.py             what a face takes, and what it says to other names
     display.py               how values show themselves, as text and as HTML
+    os_errors.py, errors.py  advice where the kernel refuses; the exception tree
+    cgroup.py, linux.py      the memory and processors there are; the kernel's calls
+    units.py                 sizes, times and counts as people write them
 
 sampling and reading meet in storage and nowhere else.
 

@@ -6,7 +6,6 @@ says what such a name is called here, or which part of the library takes it; els
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,7 @@ OF_DATALOADER = {
     **instead("repeat", "epochs", "num_epochs", say="each `for` is an epoch; repeat() has no end"),
     **instead("replacement", say="weights= draws rows with replacement; without it each comes once"),
 }
-"""What loaders say to arguments of DataLoader, and of others, that are none of theirs under another name."""
+"""Answers of loaders to arguments of DataLoader, and of others, that they have under no other name."""
 
 
 def face(
@@ -103,6 +102,8 @@ def face(
 
 
 def _refusal(face: str, name: str, known: Sequence[str], instead: Mapping[str, str]) -> str:
+    import difflib  # takes milliseconds, and few need it
+
     near = difflib.get_close_matches(name, known, 2)
     same = [names for names in _SAME if name in names and {*names} & {*known}]
     if name in instead:

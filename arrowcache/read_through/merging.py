@@ -1,10 +1,9 @@
 """Merging: many small segments of a dataset's cache become few full ones, while others read and write it.
 
 Parts that follow one another are read, and published once more as one segment, which comes onto the disk
-before they leave it; its name says which they are. New snapshots read the merged segment, and do not lease
-its parts; older ones go on with the parts, which leave once no such snapshot leases them. Every process that
-reads or writes items tries that again while there are some, and whoever needs room does. One process at a
-time merges.
+before they leave it; its name says which they are. New snapshots read the merged segment. Parts leave once no
+older snapshot leases them: every process that reads or writes items tries that again while there are some,
+and so does one that needs room. One process at a time merges.
 
 Guarantees: who is killed at any step, or loses power, loses no item; the capacity holds, so parts are merged
 where there is room for both copies; a merged segment is merged again only once its parts have left.

@@ -1,4 +1,4 @@
-"""Budget: batches of rows of similar length, each padded to at most so many tokens. Pure.
+"""Budget: batches of rows of similar length, each padded to at most so many tokens.
 
 The padded size of a batch is its rows times the length of its longest row; an empty row counts as one token.
 The epoch's stream (order.py) is cut into buckets of about a hundred batches. The rows of a bucket are sorted

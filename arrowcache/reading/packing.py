@@ -1,4 +1,4 @@
-"""Packing: sequences of one length out of documents of any lengths. Pure: lengths in, places out.
+"""Packing: sequences of one length out of documents of any lengths: lengths in, places out.
 
 A sequence is made of pieces: parts of documents, one behind another. `cut` joins all documents and cuts them
 where a sequence ends, so that none but the last has padding. `best_fit` keeps documents whole: each goes

@@ -3,7 +3,7 @@
 Warm is faster for rows that are in memory: they are copied from their mapping. Cold is faster for other
 rows: they are read from their files, many at a time. Only the kernel knows which rows are in memory, so each
 job counts the rows or pages that it missed there, and the next jobs go by that count. It begins cold, since
-asking costs little. Pure.
+asking costs little. It looks at no file and no clock.
 
 Both ways are bearable while less than one in 256 rows is missed: each miss is weighed against 256 rows that
 were found. The temperature turns cold when a balance of 64 misses is left: a bad page or two are no reason.

@@ -15,15 +15,16 @@
                 tasks that are to be drawn again, 8 bytes each, the first to be drawn last. Where samples
                 are divided among tasks, these are all that were begun and are not published, and
                 <name>.<seed>.division says how: see open_tasks.py. A release that
-                knows the first number only leaves the others where they are, undrawn. Bytes far behind
-                are locked by pools: see `alive_byte` and `task_byte`
+                knows the first number only leaves the others where they are, undrawn. Pools lock bytes
+                of it as signs: see `alive_byte` and `task_byte`
   notes/        <first>-<last>-<newest>-<digest>.<kind>.arrow: what is known of rows, see notes.py; and
                 <digest>.weights.arrow: the weights of an epoch, see reading/weights_file.py. There is no such
                 folder before the first, so that releases without notes refuse a cache that has some
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
-  claims.lock   of a dataset's cache: byte `index` of it is locked by who makes or holds that item
+  claims.lock   of a dataset's cache: 4 bytes an item, the number of the process that makes or holds it,
+                which locks the byte of its number as long as it lives: see claims.py
 
 How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
 version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json,

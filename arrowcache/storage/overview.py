@@ -1,4 +1,4 @@
-"""Overview: a cache at one moment, as people see it: fill, ages, samplers, rates. Pure.
+"""Overview: a cache at one moment, as people see it: fill, ages, samplers, rates.
 
 What was evicted is counted on the disk, and two looks at a cache tell a rate. Sequence numbers are no counts:
 after a restart of the machine they leap.

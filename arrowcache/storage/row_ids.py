@@ -1,4 +1,4 @@
-"""Row ids: which row of which segment, as a pair, as text, and as the columns `_seq` and `_row`. Pure.
+"""Row ids: which row of which segment, as a pair, as text, and as the columns `_seq` and `_row`.
 
 An id stays that row's as long as the cache exists: segments never change, and no number is given twice.
 """

@@ -460,6 +460,8 @@ def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, cach
         ({"share": "halves"}, ValueError, "share='halves' is unknown: use 'split' or 'replicate'"),
         ({"caches": "/a/path"}, TypeError, "NodeCaches"),
         ({"in_flight": "many"}, ValueError, "in_flight"),
+        ({"name": "a/b"}, ValueError, "name='a/b'"),
+        ({"options": {"num_cpu": 1}}, ValueError, "num_cpu"),
     ],
 )
 def test_a_wrong_argument_fails_in_the_constructor(caches, options, error, words):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import multiprocessing
 import pickle
 import subprocess
@@ -11,6 +12,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import pytest
 from helpers import append_rows, flip_byte, ids_of, in_child, make_cache, publish, segment_files, wait_until
@@ -262,16 +264,66 @@ def test_set_epoch_after_a_loaded_state_takes_the_place_of_its_rest(cache):
     assert later.state_dict()["epoch"] == 7
 
 
-def test_a_state_of_draws_by_weights_is_refused_and_the_next_epoch_is_not(cache):
+def rest_of(cache, batches) -> list[int]:
+    return ids_of(CacheDataset(cache).__getitems__(rows) for rows in batches)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 16])
+def test_a_state_of_draws_by_weights_goes_on_in_another_process_with_the_same_draws(cache, tmp_path, taken):
+    """Its file of weights is there from then on, also where it was asked for before the epoch began."""
+    file = tmp_path / "state"
+    batches = iter(EpochBatchSampler(cache, 10, weights="id", seed=3))
+    state = batches.state_dict()
+    for _ in range(taken):
+        next(batches)
+    if taken % 2:
+        state = batches.state_dict()
+    elif taken:
+        taken = 0  # the state is of the epoch's begin
+    torch.save(state, file)
+    expected = rest_of(cache, iter(EpochBatchSampler(cache, 10, weights="id", seed=3)))[taken * 10 :]
+
+    def child() -> None:
+        again = iter(EpochBatchSampler(ac.Cache.open(cache.path), 10, weights="id", seed=3))
+        again.load_state_dict(torch.load(file, weights_only=True))
+        assert rest_of(cache, again) == expected
+
+    with in_child(child):
+        pass
+
+
+@pytest.mark.parametrize("taken", [1, 5])
+def test_an_iterable_of_draws_by_weights_is_resumed_elsewhere_too(cache, taken):
+    whole = ids_of(CacheIterableDataset(cache, 10, weights="id", seed=3))
+    dataset = CacheIterableDataset(cache, 10, weights="id", seed=3)
+    epoch = iter(dataset)
+    begun = ids_of(next(epoch) for _ in range(taken))
+    state = json.loads(json.dumps(dataset.state_dict()))
+    del epoch
+    again = CacheIterableDataset(ac.Cache.open(cache.path), 10, weights="id", seed=3)
+    again.load_state_dict(state)
+    for each in (cloudpickle.loads(cloudpickle.dumps(again)), again):
+        assert begun + ids_of(each) == whole
+
+
+def test_the_dataloader_draws_by_weights(cache):
+    with Loader(cache, 16, weights="id") as loader:
+        expected = ids_of(loader)
+    assert ids_of(dataloader(cache, 16, 0, weights="id")) == expected
+    assert len({*expected}) < 160
+
+
+def test_a_state_of_a_weighted_loader_goes_on_in_a_sampler(cache):
     with Loader(cache, 10, weights="id") as loader:
-        next(iter(loader))
+        epoch = iter(loader)
+        begun = ids_of([next(epoch)])
         state = loader.state_dict()
+        whole = begun + ids_of(epoch)
     batches = iter(EpochBatchSampler(cache, 10))
-    with pytest.raises(
-        ValueError, match=r"draws rows by weights, .*: go on with a Loader, or begin the next"
-    ):
-        batches.load_state_dict(state)
+    batches.load_state_dict(state)
+    assert begun + rest_of(cache, batches) == whole
     after = {"epoch": state["epoch"] + 1, "position": 0, "segments": [], "weights": None}
+    batches = iter(EpochBatchSampler(cache, 10))
     batches.load_state_dict(state | after)
     rows = torch.cat([CacheDataset(cache).__getitems__(next(batches))["id"] for _ in range(4)])
     assert len(rows.unique()) == 40

@@ -28,9 +28,9 @@ LAYERS = {  # an import may only point to a lower number
     "arrow": 1,
     "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
     "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
-    "lifetimes": -1, "units": -1,
+    "arguments": -1, "lifetimes": -1, "units": -1,
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = ("cgroup", "display", "errors", "lifetimes", "linux", "units")
+STANDARD_LIBRARY_ONLY = ("arguments", "cgroup", "display", "errors", "lifetimes", "linux", "units")
 FRAMEWORKS = {
     "torch": ("torch", "demo"),
     "tensorflow": ("tensorflow",),
@@ -119,6 +119,28 @@ def test_imports_only_point_down():
         if imported.split(".")[0] == "arrowcache"
         and part_of(imported) != part_of(module)
         and LAYERS[part_of(imported)] >= LAYERS[part_of(module)]
+    ]
+    assert offenders == []
+
+
+def test_the_layout_of_the_package_names_each_part():
+    found = {part_of(module) for module in MODULES} - {"arrowcache"}
+    assert arrowcache.__doc__ is not None
+    assert not {part for part in found if not re.search(rf"\b{part}(/|\.py)", arrowcache.__doc__)}
+
+
+IMPURE = re.compile(
+    r"(time|os|random|threading|socket|tempfile|subprocess|shutil|arrowcache\.(cgroup|linux))\b"
+)
+
+
+def test_what_says_that_it_is_pure_knows_no_clock_no_machine_and_no_file():
+    offenders = [
+        f"{module} imports {name}"
+        for module, path in MODULES.items()
+        if re.search(r"\. Pure\b|^Pure\b", ast.get_docstring(parsed(path)) or "", re.MULTILINE)
+        for name in imports_of(path)
+        if IMPURE.match(name)
     ]
     assert offenders == []
 

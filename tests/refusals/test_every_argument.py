@@ -1,0 +1,972 @@
+"""Every argument of every face changes what can be seen, or is refused by its name.
+
+The arguments are those of the signatures. One that has no proof here fails the first test.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import io
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from helpers import flip_byte, segment_files, wait_until
+
+import arrowcache as ac
+
+TESTS = Path(__file__).parents[1]
+ROWS, SEGMENT_ROWS = 160, 16
+SCHEMA = {
+    "id": ac.Tensor("int64"),
+    "size": ac.Tensor("int64"),
+    "other_size": ac.Tensor("int64"),
+    "heavy": ac.Tensor("float64"),
+    "x": ac.Tensor("float32", (16,)),
+    "tokens": ac.Ragged("int32"),
+    "more": ac.Ragged("int32"),
+}
+FIXED = ["id", "size", "heavy", "x"]
+RANKED = {"rank": 0, "world_size": 2, "run_id": "job"}
+Proof = Callable[["Face", ac.Cache], None]
+
+
+class Face(NamedTuple):
+    """A face: where it is, what it is given unless said, and what can be seen of it."""
+
+    where: str
+    given: Callable[[ac.Cache], dict[str, Any]]
+    see: Callable[[Any], Any] = lambda made: made
+    needs: tuple[str, ...] = ()
+
+    def imported(self) -> Any:
+        module, _, name = self.where.partition(":")
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+    def called(self, given: dict[str, Any]) -> Any:
+        """Make it; a method has its object first."""
+        named = {name: value for name, value in given.items() if name != "self"}
+        return self.imported()(*([given["self"]] if "self" in given else []), **named)
+
+    def seen(self, held: ac.Cache, see: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+        """What is seen with some arguments; of an error its class and text."""
+        try:
+            return (see or self.see)(self.called({**self.given(held), **options}))
+        except (Exception, pytest.fail.Exception) as error:
+            return type(error).__name__, re.sub(r"0x\w+", "", str(error))
+
+
+def differs(one: dict[str, Any], other: dict[str, Any], see: Callable[[Any], Any] | None = None) -> Proof:
+    """It shows which of two it is; where the first is no error."""
+
+    def proof(face: Face, cache: ac.Cache) -> None:
+        first, second = (face.seen(cache, see, **each) for each in (one, other))
+        assert not isinstance(first, tuple), first
+        assert repr(first) != repr(second)
+
+    return proof
+
+
+def says(words: str, **options: Any) -> Proof:
+    """It is the argument that makes an error, whose text follows it."""
+
+    def proof(face: Face, cache: ac.Cache) -> None:
+        seen = face.seen(cache, **options)
+        assert isinstance(seen, tuple), "it has no effect"
+        assert re.search(words, seen[1]), seen
+
+    return proof
+
+
+def proved_in(test: str) -> Proof:
+    """By a test elsewhere, which takes more than these may: it is there, and uses the argument."""
+
+    def proof(face: Face, cache: ac.Cache) -> None:
+        file, name, argument = test.split("::")
+        body = re.search(rf"def {name}\(.*?(?=\n(?:def|class|@)|\Z)", (TESTS / file).read_text(), re.DOTALL)
+        assert body is not None, test
+        assert argument in body[0]
+
+    return proof
+
+
+# what is seen of batches
+
+
+def plain(values: Any) -> Any:
+    if hasattr(values, "values") and hasattr(values, "offsets"):
+        return np.asarray(values.values() if callable(values.values) else values.values).tolist()
+    if isinstance(values, ac.Values):
+        return values.data.tolist()
+    return np.asarray(values).tolist()
+
+
+def batches(source: Any) -> list[dict[str, Any]]:
+    """All of an epoch, as lists."""
+    try:
+        return [{name: plain(values) for name, values in batch.items()} for batch in source]
+    finally:
+        close = getattr(source, "close", lambda: None)
+        close()
+
+
+def second_epoch(source: Any) -> int:
+    iterator = iter(source)
+    next(iterator)
+    list(iterator)
+    return len(list(source))
+
+
+def pids(source: Any) -> bool:
+    """True if all batches come from this process."""
+    return {pid for batch in batches(source) for pid in np.ravel(batch["pid"]).tolist()} == {os.getpid()}
+
+
+def with_pid(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "pid": np.full(len(batch["id"]), os.getpid())}
+
+
+class Counting:
+    """A transform that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        return batch
+
+
+def proves_prefetch(face: Face, cache: ac.Cache) -> None:
+    """As many batches are begun ahead, and no more."""
+    for ahead in (1, 5):
+        counting = Counting()
+        with face.called({**face.given(cache), "transform": counting, "prefetch": ahead}) as loader:
+            epoch = iter(loader)
+            next(epoch)
+            wait_until(lambda: counting.calls >= ahead, "batches ahead")  # noqa: B023  # it is called here
+            assert counting.calls <= ahead + 1
+
+
+def proves_pace(face: Face, cache: ac.Cache) -> None:
+    """A pace holds only for those who keep it."""
+    cache.set_pace(ac.Pace(max_reuse=1))
+    options = {"timeout": 0.3}
+    assert not isinstance(face.seen(cache, **options), tuple)
+    assert isinstance(face.seen(cache, **options), tuple)
+    assert not isinstance(face.seen(cache, paced=False, **options), tuple)
+
+
+def proves_run_id(face: Face, cache: ac.Cache, see: Callable[[Any], Any] | None = None) -> None:
+    seen = face.seen(cache, see, rank=0, world_size=2)
+    assert isinstance(seen, tuple)
+    assert "run_id" in seen[1]
+    assert not isinstance(face.seen(cache, see, **RANKED, timeout=0.3), tuple)
+
+
+def other_cache(cache: ac.Cache) -> ac.Cache:
+    path = cache.path.parent / "other"
+    with suppress(FileExistsError):
+        fill(path, first=1000)
+    return ac.Cache.open(path)
+
+
+def proves_cache(face: Face, cache: ac.Cache) -> None:
+    assert repr(face.seen(cache)) != repr(face.seen(other_cache(cache)))
+
+
+OF_EPOCHS: dict[str, Proof] = {
+    "cache": proves_cache,
+    "batch_size": differs({}, {"batch_size": 8}),
+    "shuffle": differs({}, {"shuffle": None}),
+    "seed": differs({}, {"seed": 1}),
+    "drop_last": differs({"batch_size": 48}, {"batch_size": 48, "drop_last": False}),
+    "where": differs({}, {"where": lambda segment: segment.seq < 3}),
+    "rows": differs({}, {"rows": [(0, row) for row in range(16)]}),
+    "rank": differs(RANKED | {"timeout": 0.3}, RANKED | {"rank": 1, "run_id": "job2", "timeout": 0.3}),
+    "world_size": differs({}, RANKED | {"timeout": 0.3}),
+    "run_id": proves_run_id,
+    "epoch_rows": differs({}, {"epoch_rows": 32}),
+    "wait_rows": differs({"wait_rows": 160, "timeout": 0.3}, {"wait_rows": 161, "timeout": 0.3}),
+    "timeout": says(r"0\.37 s", wait_rows=161, timeout=0.37),
+    "window_bytes": differs(
+        {"shuffle": "window", "window_bytes": "4KiB"}, {"shuffle": "window", "window_bytes": "64KiB"}
+    ),
+    "paced": proves_pace,
+    "weights": differs({}, {"weights": "heavy"}),
+}
+OF_BATCHES: dict[str, Proof] = {
+    "columns": differs({}, {"columns": ["id"]}),
+    "transform": differs({}, {"transform": lambda batch: {"id": -batch["id"]}}),
+}
+OF_LOADERS: dict[str, Proof] = {
+    **OF_EPOCHS,
+    **OF_BATCHES,
+    "workers": differs({"transform": with_pid}, {"transform": with_pid, "workers": 1}, pids),
+    "worker_type": differs(
+        {"transform": with_pid, "workers": 1},
+        {"transform": with_pid, "workers": 1, "worker_type": "thread"},
+        pids,
+    ),
+    "prefetch": proves_prefetch,
+    "with_ids": differs({}, {"with_ids": True}),
+    "batch_tokens": differs(
+        {"batch_size": None, "batch_tokens": 40, "length_of": "size"},
+        {"batch_size": None, "batch_tokens": 80, "length_of": "size"},
+    ),
+    "length_of": differs(
+        {"batch_size": None, "batch_tokens": 40, "length_of": "size"},
+        {"batch_size": None, "batch_tokens": 40, "length_of": "other_size"},
+    ),
+}  # fmt: skip
+
+
+def of_cache(cache: ac.Cache) -> dict[str, Any]:
+    return {"cache": cache, "batch_size": 16}
+
+
+def of_columns(cache: ac.Cache) -> dict[str, Any]:
+    return {"cache": cache, "batch_size": 16, "columns": FIXED}
+
+
+def path_of(face: Any) -> str:
+    """The cache that it shows."""
+    found = re.search(r" of (.*?): ", repr(face))
+    assert found is not None
+    return found[1]
+
+
+def through_dataloader(sampler: Any) -> Any:
+    from torch.utils.data import DataLoader
+
+    from arrowcache.torch import CacheDataset
+
+    return batches(DataLoader(CacheDataset(path_of(sampler), FIXED), batch_sampler=sampler))
+
+
+def of_dataset(dataset: Any) -> Any:
+    from torch.utils.data import DataLoader
+
+    from arrowcache.torch import EpochBatchSampler
+
+    return batches(DataLoader(dataset, batch_sampler=EpochBatchSampler(path_of(dataset), 16)))
+
+
+def of_iterable(dataset: Any) -> Any:
+    from torch.utils.data import DataLoader
+
+    return batches(DataLoader(dataset, batch_size=None))
+
+
+def first_batches(source: Any) -> Any:
+    """Two of an iteration that is left, which waits for no other rank."""
+    return batches(itertools.islice(source, 2))
+
+
+def of_tensorflow(dataset: Any) -> Any:
+    return [{name: plain(values) for name, values in batch.items()} for batch in dataset.as_numpy_iterator()]
+
+
+# a dataset's cache
+
+
+class Items:
+    """A dataset whose items say in which process they were made."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"n": np.int64(index), "pid": np.int64(os.getpid()), "t": np.arange(2 + index % 2)[:2]}
+
+
+COUNT = itertools.count()
+
+
+def of_items(cache: ac.Cache) -> dict[str, Any]:
+    folder = cache.path.parent / f"items{next(COUNT)}"
+    return {"dataset": Items(), "path": folder, "capacity": "16MiB"}
+
+
+def of_train(cache: ac.Cache) -> dict[str, Any]:
+    from arrowcache.torch import cached
+
+    return {"train": cached(**of_items(cache)), "batch_size": 4, "workers": 0}
+
+
+def items(train: Any) -> Any:
+    try:
+        return [
+            {name: np.asarray(value).tolist() for name, value in train[i].items() if name != "pid"}
+            for i in range(3)
+        ]
+    finally:
+        train.close()
+
+
+def numbers(loader: Any) -> Any:
+    return [batch["n"] for batch in batches(loader)]
+
+
+def proves_version(face: Face, cache: ac.Cache) -> None:
+    given = face.given(cache)
+    face.imported()(**given).close()
+    seen = face.seen(cache, path=given["path"], version="2")
+    assert seen[0] == "CacheFormatError"
+
+
+def proves_making(face: Face, cache: ac.Cache) -> None:
+    """Items are made in worker processes, or here."""
+    for workers in (0, 1):
+        given = face.given(cache) | {"workers": workers}
+        pids = {pid for batch in batches(face.imported()(**given)) for pid in batch["pid"]}
+        assert (pids == {os.getpid()}) == (workers == 0)
+        given["train"].close()
+
+
+def proves_items_ahead(face: Face, cache: ac.Cache) -> None:
+    """More memory is in use for batches that were begun by the time the first is there."""
+    found = []
+    for ahead in (1, 3):
+        given = face.given(cache)
+        given["train"].fill(workers=0, progress=False)
+        with face.called({**given, "prefetch": ahead, "batch_size": 2}) as loader:
+            epoch = iter(loader)
+            next(epoch)
+            found.append(loader.stats().slot_bytes)
+        given["train"].close()
+    assert found[0] < found[1]
+
+
+def ahead_of_documents(loader: Any) -> Any:
+    epoch = iter(loader)
+    next(epoch)
+    try:
+        return [loader.stats().slot_bytes]
+    finally:
+        loader.close()
+
+
+# samplers, prefetchers, caches
+
+
+def draws(rng: Any) -> Iterator[dict[str, Any]]:
+    while True:
+        yield row(int(rng.integers(1 << 20)))
+
+
+draws.ramp = False  # type: ignore[attr-defined]
+
+
+def fails(rng: Any) -> Iterator[dict[str, Any]]:
+    raise OSError("a store that is away")
+    yield {}
+
+
+def together(folder: str, count: int) -> Any:
+    """A sampler whose tasks end once so many of them are at work at a time."""
+
+    def sampler(rng: Any) -> Iterator[dict[str, Any]]:
+        Path(folder, str(os.getpid())).touch()
+        wait_until(lambda: len(os.listdir(folder)) >= count, "other workers")
+        while True:
+            yield row(os.getpid())
+
+    sampler.ramp = False  # type: ignore[attr-defined]
+    return sampler
+
+
+def pid_of(rng: Any) -> Iterator[dict[str, Any]]:
+    while True:
+        yield row(os.getpid())
+
+
+pid_of.ramp = False  # type: ignore[attr-defined]
+
+
+def drawn(pool: Any) -> Any:
+    """The rows and tasks of a pool of some segments, once it has ended by itself."""
+    with pool:
+        pool.wait(timeout=60)
+    with ac.Cache.open(OPENED[-1]).snapshot() as snapshot:
+        found = snapshot.gather(range(len(snapshot)), ["id"])["id"].tolist()
+        return found, [segment.task for segment in snapshot.segments]
+
+
+def drawn_list(pool: Any) -> Any:
+    return [*drawn(pool)]
+
+
+OPENED: list[Path] = []
+
+
+def of_pool(cache: ac.Cache) -> dict[str, Any]:
+    path = cache.path.parent / f"pool{next(COUNT)}"
+    made = ac.Cache.create(path, SCHEMA, "8MiB", "64KiB", SEGMENT_ROWS)
+    OPENED.append(path)
+    return {"cache": made, "sample": draws, "workers": 1, "segments": 1, "progress": False}
+
+
+def proves_executor(face: Face, cache: ac.Cache) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as executor:
+        found, _ = face.seen(cache, drawn, sample=pid_of, executor=executor)
+    assert set(found) == {os.getpid()}
+    found, _ = face.seen(cache, drawn, sample=pid_of)
+    assert set(found) != {os.getpid()}
+
+
+def proves_pool_workers(face: Face, cache: ac.Cache) -> None:
+    for workers in (1, 2):
+        folder = cache.path.parent / f"together{workers}"
+        folder.mkdir()
+        sample = together(os.fspath(folder), workers)
+        seen = face.seen(cache, drawn, sample=sample, workers=workers, segments=2)
+        assert len({*seen[0]}) == workers, seen
+
+
+def proves_retries(face: Face, cache: ac.Cache) -> None:
+    for retries in (0, 1):
+        seen = face.seen(cache, drawn, sample=fails, retries=retries)
+        assert seen[0] == "SamplerError"
+        assert f"after {retries} retries" in seen[1]
+
+
+def proves_bar(face: Face, cache: ac.Cache) -> None:
+    for progress in (False, True):
+        shown = io.StringIO()
+        with redirect_stderr(shown):
+            face.seen(cache, drawn, progress=progress)
+        assert bool(shown.getvalue()) == progress
+
+
+def proves_every_rank(face: Face, cache: ac.Cache) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")
+        assert face.seen(cache, drawn)[0] == "ValueError"
+        assert face.seen(cache, drawn, every_rank=True)[0] != "ValueError"
+
+
+def of_new(cache: ac.Cache) -> dict[str, Any]:
+    return {"path": cache.path.parent / f"new{next(COUNT)}", "schema": SCHEMA, "capacity": "8MiB"}
+
+
+def see_settings(made: Any) -> Any:
+    found = made.store.settings
+    sizes = [found.capacity_bytes, found.segment_bytes, found.full_rows, found.headroom]
+    return [found.schema, *sizes, found.durable, made.pace, made.path]
+
+
+def same_path(face: Face, cache: ac.Cache) -> None:
+    given = face.given(cache)
+    face.imported()(**given)
+    assert face.seen(cache, **given)[0] == "FileExistsError"
+    assert not isinstance(face.seen(cache, see_settings, **given, exist_ok=True), tuple)
+
+
+def new_setting(**options: Any) -> Proof:
+    def proof(face: Face, cache: ac.Cache) -> None:
+        given = face.given(cache) | {"path": cache.path.parent / f"new{next(COUNT)}"}
+        one, other = see_settings(face.imported()(**given)), None
+        given["path"] = cache.path.parent / f"new{next(COUNT)}"
+        other = see_settings(face.imported()(**(given | options)))
+        assert one[:-1] != other[:-1]
+
+    return proof
+
+
+def proves_check(face: Face, cache: ac.Cache) -> None:
+    flip_byte(segment_files(cache)[0], 3000)
+    with ac.Cache.open(cache.path).snapshot() as snapshot:
+        snapshot.gather([0])
+    with (
+        pytest.warns(RuntimeWarning, match="quarantined"),
+        face.imported()(cache.path, check="bytes").snapshot() as snapshot,
+        pytest.raises(ac.CorruptSegmentError),
+    ):
+        snapshot.gather([0])
+
+
+def overfilled(cache: ac.Cache, **options: Any) -> tuple[str, str]:
+    """What a writer says to whom it leaves no room."""
+    with cache.snapshot():
+        writer = cache.writer(**options)
+        try:
+            for number in range(100_000):
+                writer.append(**row(number))
+        except ac.ArrowCacheError as error:
+            return type(error).__name__, str(error)
+        finally:
+            writer.abort()
+    return "", ""
+
+
+def proves_on_full(face: Face, cache: ac.Cache) -> None:
+    assert overfilled(cache, on_full="raise")[1] != overfilled(cache, on_full="wait", timeout=0.2)[1]
+
+
+def proves_max_delay(face: Face, cache: ac.Cache) -> None:
+    before = cache.stats().rows
+    with cache.writer(max_delay=0.05) as writer:
+        writer.append(**row(1))
+        wait_until(lambda: cache.stats().rows > before, "the row")
+
+
+def memory_of(prefetcher: Any) -> Any:
+    with prefetcher:
+        epoch = iter(prefetcher)
+        next(epoch)
+        return [prefetcher.stats().device_bytes]
+
+
+def large_tensors() -> list[Any]:
+    import torch
+
+    return [torch.zeros(1 << 20, dtype=torch.uint8)] * 3
+
+
+def of_tensors(cache: ac.Cache) -> dict[str, Any]:
+    import torch
+
+    return {"iterable": [torch.arange(4), torch.arange(4, 8)], "device": "cpu"}
+
+
+def moved(prefetcher: Any) -> Any:
+    with prefetcher:
+        return [
+            [part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist()
+            for batch in prefetcher
+        ]
+
+
+def of_packed(cache: ac.Cache) -> dict[str, Any]:
+    return {"source": cache, "column": "tokens", "length": 16, "batch_size": 2}
+
+
+OF_PACKED = {
+    **{name: proof for name, proof in OF_EPOCHS.items() if name not in ("cache", "drop_last", "weights")},
+    "source": proves_cache,
+    "column": differs({}, {"column": "more"}),
+    "length": differs({}, {"length": 32}),
+    "batch_size": differs({}, {"batch_size": 3}),
+    "split": differs({}, {"split": False}),
+    "prefetch": differs({"prefetch": 1}, {"prefetch": 9}, ahead_of_documents),
+    "device": differs({}, {"device": "cpu"}, lambda made: [made.device_stats() is None]),
+}
+
+
+def filled(cache: ac.Cache) -> Any:
+    from arrowcache.torch import cached
+
+    return cached(**of_items(cache))
+
+
+def of_filled(cache: ac.Cache) -> dict[str, Any]:
+    return {"self": filled(cache), "workers": 0, "progress": False}
+
+
+def proves_filling(face: Face, cache: ac.Cache) -> None:
+    """Items are made in worker processes, or here."""
+    for workers in (0, 1):
+        train = filled(cache)
+        face.imported()(train, workers, False)
+        made = {int(train[index]["pid"]) for index in range(1, len(train))}
+        assert (made == {os.getpid()}) == (workers == 0)
+        train.close()
+
+
+def proves_filling_bar(face: Face, cache: ac.Cache) -> None:
+    for progress in (False, True):
+        shown = io.StringIO()
+        with redirect_stderr(shown):
+            train = filled(cache)
+            face.imported()(train, 0, progress)
+            train.close()
+        assert bool(shown.getvalue()) == progress
+
+
+def new_node_setting(**options: Any) -> Proof:
+    def proof(face: Face, cache: ac.Cache) -> None:
+        one, other = (
+            see_settings(face.imported()(**{**face.given(cache), **some}).make("node"))
+            for some in ({}, options)
+        )
+        assert one[:-1] != other[:-1]
+
+    return proof
+
+
+RAY = "adapters/test_ray.py"
+SHARE = "test_each_node_gets_a_share_of_what_a_local_pool_would_publish"
+FAILING = "test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on"
+WRONG = "test_a_wrong_argument_fails_in_the_constructor"
+OF_TENSORFLOW = {*OF_EPOCHS, "columns", "with_ids", "batch_tokens", "length_of"} - {"drop_last"}
+FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
+    "Loader": (Face("arrowcache:Loader", of_cache, batches), OF_LOADERS),
+    "torch.Loader": (
+        Face("arrowcache.torch:Loader", of_columns, batches, ("torch",)),
+        {**OF_LOADERS, "device": differs({}, {"device": "cpu"}, lambda made: [made.device_stats() is None])},
+    ),
+    "jax.Loader": (
+        Face("arrowcache.jax:Loader", of_columns, batches, ("jax",)),
+        {
+            **OF_LOADERS,
+            "device": says("jax.Device", device="cpu"),
+            "sharding": says("jax.sharding.Sharding", sharding="data"),
+        },
+    ),
+    "tensorflow.dataset": (
+        Face("arrowcache.tensorflow:dataset", of_columns, of_tensorflow, ("tensorflow",)),
+        {
+            **{name: proof for name, proof in OF_LOADERS.items() if name in OF_TENSORFLOW},
+            "drop_remainder": differs({"batch_size": 48}, {"batch_size": 48, "drop_remainder": False}),
+            "backend": says("use one of", backend="io"),
+            "prefetch": says("prefetch", prefetch=-1),
+        },
+    ),
+    "EpochBatchSampler": (
+        Face("arrowcache.torch:EpochBatchSampler", of_cache, through_dataloader, ("torch",)),
+        OF_EPOCHS,
+    ),
+    "CacheDataset": (
+        Face(
+            "arrowcache.torch:CacheDataset",
+            lambda cache: {"cache": cache, "columns": FIXED},
+            of_dataset,
+            ("torch",),
+        ),
+        {"cache": proves_cache, **OF_BATCHES},
+    ),
+    "CacheIterableDataset": (
+        Face("arrowcache.torch:CacheIterableDataset", of_columns, of_iterable, ("torch",)),
+        {
+            **OF_EPOCHS,
+            **OF_BATCHES,
+            "rank": differs(RANKED, RANKED | {"rank": 1, "run_id": "job2"}, first_batches),
+            "world_size": differs({}, RANKED, first_batches),
+            "run_id": lambda face, cache: proves_run_id(face, cache, first_batches),
+        },
+    ),
+    "dataloader": (
+        Face(
+            "arrowcache.torch:dataloader",
+            lambda cache: of_columns(cache) | {"num_workers": 0},
+            batches,
+            ("torch",),
+        ),
+        {
+            **OF_EPOCHS,
+            **OF_BATCHES,
+            "num_workers": differs({"transform": with_pid}, {"transform": with_pid, "num_workers": 1}, pids),
+        },
+    ),
+    "packed": (Face("arrowcache.torch:packed", of_packed, batches, ("torch",)), OF_PACKED),
+    "Loader of a dataset": (
+        Face("arrowcache.torch:CachedLoader", of_train, numbers, ("torch",)),
+        {
+            "train": says("CachedDataset", train=[1]),
+            "batch_size": differs({}, {"batch_size": 3}),
+            "shuffle": differs({}, {"shuffle": False}),
+            "seed": differs({}, {"seed": 1}),
+            "drop_last": differs({"batch_size": 5}, {"batch_size": 5, "drop_last": True}),
+            "workers": proves_making,
+            "prefetch": proves_items_ahead,
+            "collate_fn": differs({}, {"collate_fn": lambda items: {"n": [-item["n"] for item in items]}}),
+            "device": differs({}, {"device": "cpu"}, lambda made: [made.device_stats() is None]),
+            "rank": differs({"rank": 0, "world_size": 2}, {"rank": 1, "world_size": 2}),
+            "world_size": differs({}, {"rank": 0, "world_size": 2}),
+        },
+    ),
+    "cached": (
+        Face("arrowcache.torch:cached", of_items, items, ("torch",)),
+        {
+            "dataset": differs({}, {"dataset": [{"n": np.int64(7)}] * 3}),
+            "path": says("Is a directory|Not a directory|not a cache", path="/dev/null/x"),
+            "capacity": differs({}, {"capacity": "8MiB"}, lambda train: [train.stats().capacity_bytes]),
+            "version": proves_version,
+            "columns": differs({}, {"columns": ["n"]}),
+            "transform": differs({}, {"transform": lambda item: {"n": -item["n"]}}),
+            "schema": differs(
+                {}, {"schema": {"t": ac.Ragged("int64")}}, lambda train: [train.cache.schema["t"]]
+            ),
+            "replace": proved_in(
+                "adapters/test_torch_cached.py::test_a_share_turns_over_between_epochs::replace=0.25"
+            ),
+        },
+    ),
+    "DevicePrefetcher": (
+        Face("arrowcache.torch:DevicePrefetcher", of_tensors, moved, ("torch",)),
+        {
+            "iterable": differs({}, {"iterable": []}),
+            "device": says("'cpu'", device="cuda:99"),
+            "depth": lambda face, cache: differs(
+                {"iterable": large_tensors(), "depth": 1},
+                {"iterable": large_tensors(), "depth": 4},
+                memory_of,
+            )(face, cache),
+            "devices": differs({}, {"device": None, "devices": ["cpu", "cpu"]}),
+        },
+    ),
+    "SamplerPool": (
+        Face("arrowcache:SamplerPool", of_pool, drawn),
+        {
+            "cache": says("Cache", cache=7),
+            "sample": differs({}, {"sample": pid_of}, drawn_list),
+            "workers": proves_pool_workers,
+            "seed": differs({}, {"seed": 1}, drawn_list),
+            "name": differs({}, {"name": "mine"}, drawn_list),
+            "executor": proves_executor,
+            "segments": differs({}, {"segments": 2}, drawn_list),
+            "retries": proves_retries,
+            "progress": proves_bar,
+            "every_rank": proves_every_rank,
+        },
+    ),
+    "Cache.create": (
+        Face("arrowcache:Cache.create", of_new, see_settings),
+        {
+            "path": differs({}, {}),
+            "schema": new_setting(schema={"x": ac.Tensor("int64")}),
+            "capacity": new_setting(capacity="9MiB"),
+            "segment_bytes": new_setting(segment_bytes="1MiB"),
+            "segment_rows": new_setting(segment_rows=7),
+            "headroom": new_setting(headroom=0.5),
+            "durable": new_setting(durable=True),
+            "exist_ok": same_path,
+            "pace": new_setting(pace=ac.Pace(max_reuse=3)),
+        },
+    ),
+    "Cache.open": (
+        Face("arrowcache:Cache.open", lambda cache: {"path": cache.path}, see_settings),
+        {"path": proves_cache, "check": proves_check},
+    ),
+    "Cache.writer": (
+        Face("arrowcache:Cache.writer", lambda cache: {"self": cache}),
+        {
+            "on_full": proves_on_full,
+            "timeout": proved_in(
+                "unit/storage/test_writer.py::test_a_wait_for_room_ends_at_its_timeout::timeout=0.02"
+            ),
+            "max_delay": proves_max_delay,
+        },
+    ),
+    "Cache.snapshot": (
+        Face(
+            "arrowcache:Cache.snapshot", lambda cache: {"self": cache}, lambda made: [len(made), made.close()]
+        ),
+        {"where": differs({}, {"where": lambda segment: segment.seq < 3})},
+    ),
+    "fill": (
+        Face("arrowcache.torch:CachedDataset.fill", of_filled, lambda made: [made], ("torch",)),
+        {"workers": proves_filling, "progress": proves_filling_bar},
+    ),
+    "ray.NodeCaches": (
+        Face("arrowcache.ray:NodeCaches", of_new, lambda made: see_settings(made.make("node")), ("ray",)),
+        {
+            "path": says("path must be", path=7),
+            "schema": new_node_setting(schema={"x": ac.Tensor("int64")}),
+            "capacity": new_node_setting(capacity="9MiB"),
+            "segment_bytes": new_node_setting(segment_bytes="1MiB"),
+            "segment_rows": new_node_setting(segment_rows=7),
+            "headroom": new_node_setting(headroom=0.5),
+            "durable": new_node_setting(durable=True),
+            "nodes": proved_in(
+                f"{RAY}::test_a_pool_started_again_on_whichever_nodes_repeats_no_task::nodes="
+            ),
+        },
+    ),
+    "ray.SamplerPool": (
+        Face("arrowcache.ray:SamplerPool", lambda cache: {}, needs=("ray",)),
+        {
+            "caches": proved_in(f"{RAY}::{SHARE}::(caches"),
+            "sample": proved_in(f"{RAY}::{SHARE}::draws()"),
+            "seed": proved_in(f"{RAY}::{SHARE}::seed=5"),
+            "share": proved_in(f'{RAY}::test_all_nodes_get_the_same_bytes::share="replicate"'),
+            "segments": proved_in(f"{RAY}::test_all_nodes_get_the_same_bytes::segments=5"),
+            "retries": proved_in(f"{RAY}::{FAILING}::retries=1"),
+            "in_flight": proved_in(f"{RAY}::{FAILING}::in_flight="),
+            "workers": proved_in(f"{RAY}::{WRONG}::options"),
+            "name": proved_in(f"{RAY}::{WRONG}::options"),
+            "options": proved_in(f"{RAY}::{WRONG}::options"),
+            "progress": proved_in(f"{RAY}::{WRONG}::progress"),
+        },
+    ),
+}
+CASES = [(name, argument) for name, (_, proofs) in FACES.items() for argument in proofs]
+
+
+def row(number: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "size": 1 + number % 7,
+        "other_size": 1 + number % 3,
+        "heavy": float(number % 10 == 0),
+        "x": np.full(16, number, np.float32),
+        "tokens": np.full(5 + number % 9, number, np.int32),
+        "more": np.full(3 + number % 4, number, np.int32),
+    }
+
+
+def fill(path: Path, first: int = 0) -> ac.Cache:
+    made = ac.Cache.create(path, SCHEMA, "1MiB", "32KiB", SEGMENT_ROWS)
+    with made.writer() as writer:
+        for number in range(first, first + ROWS):
+            writer.append(**row(number))
+    return made
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ac.Cache:
+    for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return fill(tmp_path / "cache")
+
+
+def face_of(name: str) -> Face:
+    face, _ = FACES[name]
+    for needed in face.needs:
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    return face
+
+
+def arguments_of(face: Face) -> list[str]:
+    parameters = inspect.signature(face.imported()).parameters.values()
+    variable = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    return [each.name for each in parameters if each.kind not in variable and each.name != "self"]
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_each_argument_of_a_face_has_a_proof_and_nothing_else_has(name):
+    assert {*arguments_of(face_of(name))} == {*FACES[name][1]}
+
+
+@pytest.mark.filterwarnings("ignore:.*rows are left out|.*pin_memory:UserWarning")
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_each_argument_changes_what_can_be_seen(held, name, argument):
+    FACES[name][1][argument](face_of(name), held)
+
+
+OTHERS = [
+    "num_workers", "batch_sampler", "sampler", "pin_memory", "pin_memory_device", "collate_fn",
+    "worker_init_fn",
+    "persistent_workers", "prefetch_factor", "generator", "multiprocessing_context", "in_order", "dataset",
+    "drop_remainder", "drop_last", "num_parallel_calls", "deterministic", "shuffle_buffer", "buffer_size",
+    "num_epochs", "num_replicas", "num_shards", "worker_count", "workers", "worker_type", "prefetch",
+    "transform",
+    "columns", "with_ids", "weights", "batch_tokens", "length_of", "device", "paced", "settings", "packing",
+    "may_view", "names", "budget", "xyz",
+]  # fmt: skip
+"""Names of other libraries, of other faces, and of what is inside: what one does not take it refuses."""
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_any_other_argument_is_refused_in_words_of_this_face(held, name):
+    face = face_of(name)
+    known, given = arguments_of(face), face.given(held)
+    own = {*known} | (dataloaders_own() if name == "dataloader" else set())
+    for other in OTHERS:
+        if other in own:
+            continue
+        with pytest.raises(TypeError) as refused:
+            face.called({**given, other: None})
+        said = str(refused.value)
+        assert f"has no argument {other!r}: " in said
+        assert "Options" not in said
+        if other in ("num_workers", "workers"):
+            assert "workers" in said.replace(repr(other), "") or not {"workers", "num_workers"} & own
+        for word in re.findall(r"use (\w+)=", said):
+            assert word in own, f"{said}: it has no {word}"
+
+
+def dataloaders_own() -> set[str]:
+    """What a DataLoader takes, and `dataloader` passes on."""
+    if importlib.util.find_spec("torch") is None:
+        return set()
+    from torch.utils.data import DataLoader
+
+    ours = {"dataset", "sampler", "batch_sampler", "collate_fn", "generator"}
+    return {*inspect.signature(DataLoader).parameters} - ours
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_misspelt_argument_is_told_the_near_one(held, name):
+    face = face_of(name)
+    known, given = arguments_of(face), face.given(held)
+    for argument in known:
+        misspelt = argument[:-2] + argument[-1] + argument[-2] if len(argument) > 4 else argument + "s"
+        if misspelt in known or argument[-1] == argument[-2]:
+            continue
+        with pytest.raises(TypeError, match=rf"has no argument '{misspelt}'.*\b{argument}\b"):
+            face.called({**given, misspelt: None})
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_too_many_by_position_are_refused_by_name(held, name):
+    face = face_of(name)
+    with pytest.raises(TypeError, match=r" by position, and \d+ were given") as refused:
+        face.imported()(*([held] * 30))
+    assert "Options" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "says_of_itself", "way"),
+    [
+        ("arrowcache:Loader", "a Loader is no dataset", "dataloader"),
+        ("arrowcache.torch:Loader", "a Loader is no dataset", "dataloader"),
+        ("arrowcache.jax:Loader", "a Loader of arrowcache.jax is no dataset", "iterate it"),
+        ("arrowcache.torch:packed", r"packed\(...\) is no dataset", "IterableDataset"),
+    ],
+)
+def test_each_face_speaks_of_itself_where_it_is_taken_for_a_dataset(held, where, says_of_itself, way):
+    needs = where.split(":")[0].split(".")[1:]
+    if needs and importlib.util.find_spec(needs[0]) is None:
+        pytest.skip(f"{needs[0]} is not installed")
+    given = of_packed(held) if where.endswith("packed") else of_cache(held)
+    with Face(where, of_cache).imported()(**given) as loader:
+        for use in (len, lambda loader: loader[0]):
+            with pytest.raises(TypeError, match=rf"{says_of_itself}.*{way}"):
+                use(loader)
+
+
+def test_a_dataloader_over_packed_is_told_a_way_that_works(held):
+    torch_data = pytest.importorskip("torch.utils.data")
+    from arrowcache.torch import packed
+
+    class Batches(torch_data.IterableDataset):  # type: ignore[misc, name-defined]
+        """As the error says."""
+
+        def __iter__(self) -> Any:
+            return iter(loader)
+
+    with packed(**of_packed(held)) as loader:
+        for options in ({"shuffle": True}, {"batch_size": None}, {"batch_size": 4}):
+            with pytest.raises(TypeError, match=r"packed\(...\) is no dataset.*IterableDataset"):
+                next(iter(torch_data.DataLoader(loader, **options)))
+        through = [plain(batch["tokens"]) for batch in torch_data.DataLoader(Batches(), batch_size=None)]
+    with packed(**of_packed(held)) as loader:
+        assert through == [plain(batch["tokens"]) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    "option", [{"weights": "heavy"}, {"with_ids": True}, {"transform": lambda batch: batch}]
+)
+def test_packed_refuses_a_loader_whose_options_it_would_drop(held, option):
+    pytest.importorskip("torch")
+    from arrowcache.torch import packed
+
+    with (
+        ac.Loader(held, 16, **option) as loader,
+        pytest.raises(ValueError, match="the Loader has"),
+    ):
+        packed(loader, "tokens", 16, batch_size=2)

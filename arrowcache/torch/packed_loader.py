@@ -159,6 +159,11 @@ def _options_of(loader: NumpyLoader) -> dict[str, Any]:
             "the Loader has a transform, which is applied to batches of rows, and packed() makes none: give "
             "packed() the cache, and store what the transform makes"
         )
+    if options.weights is not None:
+        raise ValueError(
+            "the Loader has weights, which draw rows, and packed() has each document once: give packed() the "
+            "cache, or a Loader without weights"
+        )
     return {name: getattr(options, name) for name in PackedArguments.__annotations__}
 
 

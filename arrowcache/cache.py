@@ -202,7 +202,7 @@ class Cache(Shown, Closable):
 
         Args:
             ids: as of `exclude`.
-            tag: a text, such as "hard".
+            tag: a text, such as "hard". Any will do, since one that no row has yet is a new tag.
         Returns, Blocks, Raises: as `exclude`.
         """
         return self._notes.tag(row_ids(ids), tag)
@@ -231,7 +231,7 @@ class Cache(Shown, Closable):
                 are passed over.
             values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all; it
                 is read back as float64, and takes 4 bytes where float32 holds it, too, else 8. NaN: it has
-                none. A name is no column's, and does not begin with "_".
+                none. A name is no column's, and does not begin with "_". One that no row has is new.
         Blocks: no, unless a million rows wait to be written. Where they cannot be, the oldest are lost.
         Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
             a dataset.

@@ -199,14 +199,20 @@ at_exit(_end_all)
 
 
 class Epochs:
-    """Begins one epoch after another."""
+    """Begins one epoch after another.
 
-    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+    Args:
+        known: as of `Supply`.
+    """
+
+    def __init__(
+        self, store: Store, options: LoaderOptions, meter: Meter, known: tuple[str, ...] = ()
+    ) -> None:
         self._store, self._options, self._meter = store, options, meter
         self._membership: Membership | None = None
         self._agreement: Agreement | None = None
         self._shard, self._has_joined = Shard(), False
-        self.supply = Supply(store, options, meter)
+        self.supply = Supply(store, options, meter, known)
         self._lengths = None if options.budget is None else Lengths(options.budget)
         #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
         self.planned = self.plan_of(0)

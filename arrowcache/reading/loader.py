@@ -84,14 +84,12 @@ class Loader(Closable):
             each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
             with, also where it is resumed. This takes 4 bytes of memory a row, of segments that are read in
             part.
-        expect: names of tags and annotations that are only to come, for `rows` and `weights`: without it a
-            name that no row has or had is an error. A loader then waits for rows that get such a tag, and an
-            annotation is missing from all rows until there is one.
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
             disjoint, and all ranks have equally many steps.
         world_size: number of ranks. None with `rank`.
-        run_id: name of the job whose ranks agree on snapshots. None means TORCHELASTIC_RUN_ID, or
+        run_id: name of the job whose ranks agree on snapshots: any text, the same on all of them, since a
+            rank with another name cannot be told from another job. None means TORCHELASTIC_RUN_ID, or
             MASTER_ADDR and MASTER_PORT.
         epoch_rows: rows of an epoch, of all ranks together, independent of the snapshot's size. Fewer are
             drawn without replacement, more are reshuffled passes. With `batch_tokens` they do not fix the
@@ -123,6 +121,9 @@ class Loader(Closable):
             begins, so `epoch_rows` is the interval at which new ones take hold. Of a full cache the oldest
             rows leave for them: 4 bytes a row, and up to an eighth of the capacity for annotations. None
             means each row once.
+        expect: names of tags and annotations that are only to come, for `rows` and `weights`: without it a
+            name that no row has or had is an error. A loader then waits for rows that get such a tag, and an
+            annotation is missing from all rows until there is one.
 
     Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,

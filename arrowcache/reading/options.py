@@ -50,7 +50,6 @@ class EpochArguments(TypedDict, total=False):
 
     where: Callable[[SegmentInfo], bool] | None
     rows: object
-    expect: str | Sequence[str]
     rank: int | None
     world_size: int | None
     run_id: str | None
@@ -59,6 +58,7 @@ class EpochArguments(TypedDict, total=False):
     timeout: float | None
     window_bytes: int | str | None
     paced: bool
+    expect: str | Sequence[str]
 
 
 class WeighedArguments(EpochArguments, total=False):
@@ -100,7 +100,6 @@ class LoaderOptions:
     """The arguments of `Loader`, with its defaults, and values derived from them for a cache.
 
     Args:
-        known: names of tags and annotations that were found before, as by another process.
         may_view: batches may be views of the cache's files.
         packing: sequences that batches are made of, in place of rows. The rows are documents, one a step of
             the order, and all ranks have the same order.
@@ -119,7 +118,6 @@ class LoaderOptions:
     prefetch: int | None = None
     where: Callable[[SegmentInfo], bool] | None = None
     rows: object = INCLUDED
-    expect: str | Sequence[str] = ()
     with_ids: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -132,7 +130,7 @@ class LoaderOptions:
     batch_tokens: int | None = None
     length_of: str | None = None
     weights: object = None
-    known: tuple[str, ...] = ()
+    expect: str | Sequence[str] = ()
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns

@@ -38,11 +38,17 @@ _GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
 
 
 class Supply:
-    """The rows that one loader finds in its cache, and those it leaves to writers."""
+    """The rows that one loader finds in its cache, and those it leaves to writers.
 
-    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+    Args:
+        known: `names` of another one with these options, which are not looked for again.
+    """
+
+    def __init__(
+        self, store: Store, options: LoaderOptions, meter: Meter, known: tuple[str, ...] = ()
+    ) -> None:
         self.store, self._where, self._meter = store, options.where, meter
-        expect = [*options.expect, *options.known]
+        expect = [*options.expect, *known]
         self._selection = Selection(store, options.rows, expect)
         self._weighing = None if options.weights is None else Weighing(store, options.weights, expect)
         functions = [self._selection.function, None if self._weighing is None else self._weighing.function]

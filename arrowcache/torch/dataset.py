@@ -190,7 +190,6 @@ def dataloader(
     transform: Transform | None = None,
     where: Callable[[SegmentInfo], bool] | None = None,
     rows: object = INCLUDED,
-    expect: str | Sequence[str] = (),
     rank: int | None = None,
     world_size: int | None = None,
     run_id: str | None = None,
@@ -199,7 +198,8 @@ def dataloader(
     timeout: float | None = 60.0,
     window_bytes: int | str | None = None,
     paced: bool = True,
-    weights: str | Callable[[Mapping[str, Any]], object] | None = None,
+    weights: object = None,
+    expect: str | Sequence[str] = (),
     **options: Any,
 ) -> DataLoader[dict[str, Any]]:
     """Return a stock DataLoader over a cache: each `for` is an epoch over a new snapshot.

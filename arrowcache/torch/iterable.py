@@ -18,7 +18,6 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,8 +151,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         self._options = LoaderOptions(
             self._store.settings, batch_size, shuffle, seed, columns, drop_last, transform, **options
         )
-        known = Supply(self._store, self._options, Meter()).names  # its workers find other ones, perhaps
-        self._options = replace(self._options, settings=self._store.settings, known=known)
+        self._known = Supply(self._store, self._options, Meter()).names  # its workers may find others
         self._rank = membership_now(self._options, begins=False)  # this process' rank
         self._options.require_fit(self._store, self._rank.world_size if self._rank else 1)
         path = str(self._store.folder.path)
@@ -264,7 +262,7 @@ class CacheIterableDataset(IterableDataset[dict[str, Any]]):
         key = turn.worker, turn.workers
         if self._epochs is None or not self._epochs_origin.is_here or self._epochs_key != key:
             ranks = self._found_rank()
-            self._epochs = Epochs(self._store, self._options, Meter())
+            self._epochs = Epochs(self._store, self._options, Meter(), self._known)
             shard = Shard(ranks.rank, ranks.world_size) if ranks else Shard()
             self._epochs.join(self._member(ranks, turn), shard)
             self._epochs_key, self._epochs_origin = key, Origin()

@@ -236,6 +236,9 @@ def test_a_path_a_cache_and_a_loader_will_do(cache, source):
 def test_a_transform_of_a_loader_is_not_left_out_in_silence(cache):
     with Loader(cache, 8, transform=dict) as loader, pytest.raises(ValueError, match="has a transform"):
         packed_of(loader)
+    weights = {"weights": lambda columns: columns["_row"] + 1.0}
+    with Loader(cache, 8, **weights) as loader, pytest.raises(ValueError, match="has weights"):
+        packed_of(loader)
 
 
 def test_batches_on_a_device_are_the_same(cache):

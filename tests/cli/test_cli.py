@@ -517,7 +517,7 @@ def test_resize_changes_the_capacity_or_says_why_not(call, cache):
     assert cache.stats().capacity_bytes == 300000
     code, _, err = call("resize", cache.path, "1KiB")
     assert code == USAGE
-    assert "raise --capacity to" in err
+    assert "raise CAPACITY to" in err
     cache.resize("1MiB")
     publish(cache, 20)
     with cache.snapshot():

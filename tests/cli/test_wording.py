@@ -75,9 +75,9 @@ def test_only_options_are_named_that_the_command_has(command, shell):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Caches and files that commands cannot do much with."""
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 3)
-    cache.annotate([(0, 0)], loss=[1.0])
+    with make_cache(tmp_path / "cache") as cache:
+        publish(cache, 3)
+        cache.annotate([(0, 0)], loss=[1.0])
     publish(excluded := make_cache(tmp_path / "excluded"), 1)
     excluded.exclude([(0, row) for row in range(16)])
     publish(leased := make_cache(tmp_path / "leased"), 20)

@@ -691,7 +691,7 @@ def test_a_browser_that_was_started_here_comes_once_without_the_token(shown):
 @pytest.mark.parametrize("owner", ["another", "unknown"])
 def test_a_browser_of_another_user_does_not_come_without_the_token(shown, monkeypatch, owner):
     if owner == "another":
-        monkeypatch.setattr(os, "geteuid", lambda own=os.geteuid(): own + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     else:
         monkeypatch.setattr(serving, "_CONNECTIONS", ())
     with Server(shown, "a <title>", opens=True) as server:

@@ -20,7 +20,7 @@ import cloudpickle
 from arrowcache.errors import WorkerError
 
 CANNOT_UNPICKLE = (AttributeError, ImportError, TypeError, pickle.UnpicklingError)
-"""What `unpickled` raises of functions that do not fit the process, beside errors of their own."""
+"""Errors of `unpickled`: of functions that do not fit the process, beside errors of their own."""
 
 _SCRIPTS = ("__main__", "__mp_main__")  # the latter in processes that multiprocessing started
 

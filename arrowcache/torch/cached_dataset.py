@@ -61,7 +61,7 @@ from arrowcache.units import (
 _POLICIES = ("raise", "skip")
 _NEVER_SKIPPED = (MemoryError, ArrowCacheError, StopIteration)
 _MOST_TRIED = 100  # items at the dataset's begin, to find one that can be made
-_COUNTING = 256  # processes that count, each in a row of its own
+_COUNTING = 4096  # rows of counts, one of which a process has; many, so that few share one
 _FILLED_AT_ONCE = 8  # items
 _FILLS = 0  # seeds of workers that fill; those of a loader's begin with another number
 _fills = itertools.count()

@@ -12,7 +12,7 @@ Must never: keep an item from its user because it could not be stored; take the 
 
 from __future__ import annotations
 
-import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,7 +58,8 @@ class ReadThrough:
         store: the dataset's cache.
         names: columns of an item.
         trouble: learns what fails.
-        counts: (n, 3) int64, rows of other processes, too: items read, made and left out. One is added to.
+        counts: (n, 3) int64, of other processes, too: items read, made and left out. A row is taken by
+            chance; two processes that share one may lose a count.
     Raises: OSError: its lock files cannot be opened.
     """
 
@@ -72,7 +73,7 @@ class ReadThrough:
         assert store.settings.dataset is not None
         length = store.settings.dataset.length
         self._all_counts = np.zeros((1, 3), np.int64) if counts is None else counts
-        self._counts = self._all_counts[os.getpid() % len(self._all_counts)]
+        self._counts = self._all_counts[random.SystemRandom().randrange(len(self._all_counts))]
         self._store, self._names, self._trouble = store, tuple(names), trouble
         self._places = Places(store, length)
         self._claims = Claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode, length)

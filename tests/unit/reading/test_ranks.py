@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -308,17 +309,21 @@ def test_an_epoch_that_is_begun_again_is_agreed_on_anew(cache, job):
 @pytest.mark.parametrize("seed", range(4))
 def test_how_often_an_epoch_was_begun_is_counted_in_a_few_numbers(cache, seed):
     """It took an entry an epoch. A loaded state begins one."""
-    draw, counted, epoch, loads = random.Random(seed), Counter(), 0, 0
-    agreement = Rank(cache.path).agreement
-    for _ in range(500):
-        agreement.came_to(epoch)
+    publish(cache, 1)
+    draw, counted, epoch, names = random.Random(seed), Counter(), 0, {}
+    rank = Rank(cache.path, world=1)
+    for _ in range(150):
+        snapshot = rank.begin(epoch)
+        (name,) = files(cache)
+        assert names.setdefault(name, (epoch, counted[epoch])) == (epoch, counted[epoch])
+        snapshot.close()
+        rank.agreement.release(epoch)
         counted[epoch] += 1
-        epoch += 1
-        if draw.random() < seed / 100:
-            epoch, loads = draw.randrange(epoch + 3), loads + 1
-    assert [agreement._times_begun(each) for each in range(600)] == [counted[each] for each in range(600)]
-    assert len(agreement._begun) <= 1 + loads
-    agreement.close()
+        epoch = draw.randrange(epoch + 3) if draw.random() < seed / 30 else epoch + 1
+    assert len(names) == 150
+    if not seed:
+        assert max(map(sys.getsizeof, vars(rank.agreement).values())) < 1000
+    rank.agreement.close()
 
 
 def test_terms_that_differ_are_named_with_both_values(cache, job):

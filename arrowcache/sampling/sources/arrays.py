@@ -188,7 +188,7 @@ def _strides(shape: tuple[int, ...], itemsize: int, in_fortran_order: bool) -> t
 class Packing:
     """The rule that unpacks numbers: stored * scale + offset, and NaN for a missing value.
 
-    The attributes are `scale_factor`, `add_offset`, `_FillValue`, `missing_value` and netCDF's `_Unsigned`,
+    The attributes are `scale_factor`, `add_offset`, `_FillValue`, `missing_value`, and netCDF's `_Unsigned`,
     as in xarray and the Climate and Forecast (CF) Metadata Conventions 1.11, sections 2.5.1 and 8.1.
     `valid_range` is not used, nor Zarr's and HDF5's own fill value: that is the value of unwritten cells.
 

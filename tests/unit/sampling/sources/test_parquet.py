@@ -303,7 +303,10 @@ REFUSED = [
 
 @pytest.mark.parametrize("column", REFUSED, ids=lambda column: str(column.type)[:20])
 def test_what_no_column_can_hold_is_refused_when_the_source_is_made(tmp_path, column):
-    pq.write_table(pa.table({"x": column}), tmp_path / "x.parquet")
+    try:
+        pq.write_table(pa.table({"x": column}), tmp_path / "x.parquet")
+    except pa.ArrowNotImplementedError as error:
+        pytest.skip(f"this pyarrow does not write it: {error}")
     with pytest.raises(SchemaError, match=r"x\.parquet: field 'x' is .*, which no column can hold: cast it"):
         ParquetRows(tmp_path)
     with pytest.raises(SchemaError, match=r"x\.parquet: field 'x' is .*, and its column float64\[3\]"):

@@ -390,6 +390,19 @@ def test_another_compression_is_an_error_that_says_so(cache, tmp_path, written, 
         bring(cache, path, compression=said)
 
 
+@pytest.mark.parametrize(
+    ("magic", "says"),
+    [
+        (b"\x1f\x8b\x08", "it is compressed by gzip"), (b"PK\3\4", "it is a zip archive"),
+        (b"PAR1", "it is a Parquet file"), (b"<!DOCTYPE html>", "it is a page of HTML"),
+    ],
+)  # fmt: skip
+def test_another_file_is_said_to_be_that(cache, tmp_path, magic, says):
+    (tmp_path / "a").write_bytes(magic + bytes(99))
+    with pytest.raises(ac.SamplerError, match=f"cannot be read with compression=None: {says}"):
+        bring(cache, tmp_path / "a")
+
+
 @pytest.mark.parametrize("compression", [None, "GZIP"])
 def test_empty_and_joined_files_are_complete(cache, tmp_path, compression):
     one = write(tmp_path / "a", map(small, range(3)), compression).read_bytes()

@@ -644,9 +644,13 @@ def test_an_imported_cache_has_segments_of_the_size_that_is_said(call, cache, tm
     assert (code, err) == (
         USAGE, f"arrowcache: there is no cache at {new}: to make one, say its --capacity, such as 200GB\n"
     )  # fmt: skip
-    code, _, err = call("import", tmp_path / "parquet", new, "--capacity", "4MiB")
+    arguments = ["--capacity", "4MiB", "--segment-bytes", "64MiB"]
+    code, _, err = call("import", tmp_path / "parquet", new, *arguments)
     assert code == USAGE
     assert "under 4 segments of 64.0 MiB" in err
+    small = tmp_path / "small"
+    assert call("import", tmp_path / "parquet", small, "--capacity", "4MiB")[0] == OK
+    assert ac.Cache.open(small).store.settings.segment_bytes == 256 << 10
     for size in ("many", "0", "100MiB"):
         arguments = ["--capacity", "4MiB", "--segment-bytes", size]
         assert call("import", tmp_path / "parquet", new, *arguments)[0] == USAGE

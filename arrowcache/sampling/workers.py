@@ -27,7 +27,6 @@ from arrowcache.pickling import pickled, unpickled
 from arrowcache.process import Channel, WorkerProcess
 from arrowcache.sampling.task import Done, Task, failure, is_closing, run
 
-_GRACE_SECONDS = 1.0  # for a process that ends by itself to be seen to
 _CLOSING_SECONDS = 3.0  # for a sampler to give its next sample, and its generator to close
 _INTERRUPTED_SECONDS = 1.5  # for one that was interrupted; then its process is killed
 _ENDING_SECONDS = 5.0  # for both: a process that failed to kill itself by then is killed from here
@@ -120,7 +119,7 @@ def _drawn(process: WorkerProcess, task: Task) -> Done:
         process.channel.send({}, pickled(task, "the task {!r}"))
     said = process.hear()
     if said is None:
-        process.wait(_GRACE_SECONDS)
+        process.wait(_ENDING_SECONDS)  # it may have hung up first, and call its functions of `atexit` now
         process.end()
         raise WorkerError(f"process {process.pid}, which drew it, {process.how_it_ended()}")
     return Done(**said)

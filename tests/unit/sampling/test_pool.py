@@ -578,17 +578,21 @@ def test_stats_count_what_was_published(cache, threads):
 # the end of samplers
 
 
-def closing(folder: Path, seconds: float = 0.0, held: float = 0.0) -> Callable[..., Any]:
+def closing(
+    folder: Path, seconds: float = 0.0, held: float = 0.0, exiting: float = 0.0
+) -> Callable[..., Any]:
     """Like `draws()`; notes where each task begins, and where its `with`, `finally` and `atexit` have run.
 
     Args:
         seconds: how long it takes for its second sample.
         held: how long its `finally` takes.
+        exiting: how long its function of `atexit` takes.
     """
     for name in ("begun", "closed", "left", "exited"):
         (folder / name).mkdir(exist_ok=True)
 
-    def note(name):
+    def note(name, after=0.0):
+        time.sleep(after)
         Path(folder, name, str(os.getpid())).touch()
 
     @contextmanager
@@ -599,7 +603,7 @@ def closing(folder: Path, seconds: float = 0.0, held: float = 0.0) -> Callable[.
             note("left")
 
     def sampler(rng):
-        atexit.register(note, "exited")
+        atexit.register(note, "exited", exiting)
         with server():
             try:
                 yield row(int(rng.integers(1 << 20)))
@@ -1180,7 +1184,8 @@ def test_samplers_end_well_however_the_pools_process_ends(large, tmp_path, how, 
 
 @pytest.mark.slow
 def test_a_worker_that_gets_sigterm_ends_well_and_costs_no_task(cache, tmp_path):
-    with SamplerPool(cache, closing(tmp_path, 3600.0), workers=1, retries=1, progress=False) as pool:
+    sampler = closing(tmp_path, 3600.0, exiting=2.0)
+    with SamplerPool(cache, sampler, workers=1, retries=1, progress=False) as pool:
         wait_until(lambda: signs(tmp_path / "begun"), "a sampler at work")
         (pid,) = signs(tmp_path / "begun")
         os.kill(int(pid), signal.SIGTERM)

@@ -32,7 +32,7 @@ from arrowcache.lifetimes import Origin
 from arrowcache.reading.assembly import Assembly, Gathered
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
-from arrowcache.reading.iterator import cut_short
+from arrowcache.reading.iterator import CLOSED, cut_short
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.patience import Wait
 from arrowcache.reading.portion import Portion, ReadyBatch
@@ -89,7 +89,7 @@ class BatchStream:
         self.consumer = 0  # the thread that takes batches, or cancels them
         self._was_asked = self._was_interrupted = False
         self._because: str | None = None  # why it was cut short: the error that its consumer gets
-        self._is_whole = False  # all batches of the only epoch are delivered
+        self._is_whole = False  # the last batch of an epoch was delivered, and none of the next one
         self.has_stopped = False  # its consumer knows
         self.ended = self._is_closed = False
 
@@ -197,13 +197,15 @@ class BatchStream:
         if made is not None and made.epoch is not self._epochs.progress:
             self._come_to(made.epoch)
         if made is None or self.ended:
-            if self._because is not None and not self._is_whole:
+            # Of endless batches others come after a whole epoch, unless the loader was closed.
+            is_whole = self._is_whole and (not self._endless or self._because is CLOSED)
+            if self._because is not None and not is_whole:
                 raise cut_short(self._because)
             self.has_stopped = True
             self.close()
             raise StopIteration
         made.epoch.deliver(made.steps, within=made.within)
-        self._is_whole = not self._endless and made.epoch.is_delivered
+        self._is_whole = made.epoch.is_delivered
         self._meter.deliver(made)
 
     def fail(self) -> None:

@@ -175,7 +175,8 @@ def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache,
     elif how == "loader":
         loader.close()
         assert cache.stats().leased_bytes == 0
-        assert next(endless, None) is None
+        with pytest.raises(RuntimeError, match="was closed"):
+            next(endless)
     del endless
     gc.collect()
     wait_until(lambda: cache.stats().leased_bytes == 0, "the leases to end")

@@ -65,7 +65,8 @@ def test_close_while_a_transform_blocks_is_bounded_and_lets_go_when_it_returns(c
     assert inside.wait(DEADLINE_SECONDS)
     loader.close()
     assert not go_on.is_set()
-    assert next(epoch, None) is None
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(epoch)
     go_on.set()
     wait_until(lambda: len(threads()) == before, "the threads to end")
     assert cache.stats().leased_bytes == 0

@@ -28,9 +28,9 @@ class SamplerPool(Pool):
     `Items` a later pool draws what was left undone, as `arrowcache.SamplerPool` does; with
     share="replicate" a driver that is killed may leave a task on some nodes only.
     A worker or node that is lost while it draws costs nothing: Ray has the task drawn elsewhere. A training
-    node that is lost takes its cache with it, and the others go on. `stop()` has Ray raise KeyboardInterrupt in
-    the samplers, so that their generators end; one that waits within a call for 4 s more is killed. The other
-    arguments are those of `arrowcache.SamplerPool`.
+    node that is lost takes its cache with it, and the others go on. `stop()` has Ray raise KeyboardInterrupt
+    in the samplers, so that their generators end; one that waits within a call for 4 s more is killed. The
+    other arguments are those of `arrowcache.SamplerPool`.
 
     Args:
         caches: the caches of the cluster's nodes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from arrowcache.errors import MissingSegmentsError
 pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
 
 IDS = ["_seq", "_row"]
+with_polars = pytest.mark.skipif(not find_spec("polars"), reason="polars is not installed")
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def same(frame) -> bool:
         lambda cache: explore.head(cache, 40),
         lambda cache: explore.sample(cache, 40),
         explore.to_pandas,
-        lambda cache: explore.to_polars(cache).to_pandas(),
+        pytest.param(lambda cache: explore.to_polars(cache).to_pandas(), marks=with_polars),
         lambda cache: explore.sql(cache, "select * from cache order by image[1][1] desc"),
         lambda cache: explore.rows(cache, ["3:2", "0:1"]),
     ],
@@ -58,7 +60,7 @@ def test_a_frame_begins_with_the_id_of_each_row(cache, look):
     assert same(frame)
 
 
-@pytest.mark.parametrize("look", [explore.to_pandas, explore.to_polars])
+@pytest.mark.parametrize("look", [explore.to_pandas, pytest.param(explore.to_polars, marks=with_polars)])
 def test_ids_are_columns_that_are_chosen_like_others(cache, look):
     assert list(look(cache, ["id"]).columns) == ["id"]
     assert list(look(cache, ["_row", "id", "_seq"], 2).columns) == ["_row", "id", "_seq"]
@@ -76,10 +78,14 @@ def test_rows_come_in_the_order_asked_for_and_as_often(cache):
     assert explore.rows(cache, []).shape == (0, 4)
 
 
+def test_a_frame_of_polars_gives_ids(cache):
+    pytest.importorskip("polars", reason="polars is not installed")
+    assert explore.rows(cache, explore.to_polars(cache, IDS)[-3:])["id"].tolist() == [61, 62, 63]
+
+
 def test_what_one_looks_at_gives_ids(cache):
     chosen = explore.sql(cache, "select id, _row, _seq from cache where id % 20 = 7")
     assert explore.rows(cache, chosen.tail(2))["id"].tolist() == [27, 47]
-    assert explore.rows(cache, explore.to_polars(cache, IDS)[-3:])["id"].tolist() == [61, 62, 63]
     described = explore.describe(cache, ["id", "image"])
     assert described.loc["id", ["min_row", "max_row"]].tolist() == ["0:0", "3:15"]
     assert explore.rows(cache, described["max_row"])["id"].tolist()[0] == 63

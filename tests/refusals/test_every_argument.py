@@ -173,6 +173,14 @@ def proves_run_id(face: Face, cache: ac.Cache, see: Callable[[Any], Any] | None 
     assert not isinstance(face.seen(cache, see, **RANKED, timeout=0.3), tuple)
 
 
+def proves_expect(face: Face, cache: ac.Cache) -> None:
+    """A tag that no row has is an error at once, or is waited for."""
+    unknown = face.seen(cache, rows="later", timeout=0.3)
+    assert unknown[0] == "ValueError", unknown
+    awaited = face.seen(cache, rows="later", expect="later", timeout=0.3)
+    assert awaited[0] == "LoaderTimeoutError", awaited
+
+
 def other_cache(cache: ac.Cache) -> ac.Cache:
     path = cache.path.parent / "other"
     with suppress(FileExistsError):
@@ -192,6 +200,7 @@ OF_EPOCHS: dict[str, Proof] = {
     "drop_last": differs({"batch_size": 48}, {"batch_size": 48, "drop_last": False}),
     "where": differs({}, {"where": lambda segment: segment.seq < 3}),
     "rows": differs({}, {"rows": [(0, row) for row in range(16)]}),
+    "expect": proves_expect,
     "rank": differs(RANKED | {"timeout": 0.3}, RANKED | {"rank": 1, "run_id": "job2", "timeout": 0.3}),
     "world_size": differs({}, RANKED | {"timeout": 0.3}),
     "run_id": proves_run_id,
@@ -287,6 +296,23 @@ class Items:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"n": np.int64(index), "pid": np.int64(os.getpid()), "t": np.arange(2 + index % 2)[:2]}
+
+
+class Failing(Items):
+    """A dataset whose first item cannot be made."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 0:
+            raise OSError("it is gone")
+        return super().__getitem__(index)
+
+
+def proves_on_error(face: Face, cache: ac.Cache) -> None:
+    def closed(train: Any) -> None:
+        train.close()
+
+    assert face.seen(cache, closed, dataset=Failing()) == ("OSError", "it is gone")
+    assert face.seen(cache, closed, dataset=Failing(), on_error="skip") is None
 
 
 COUNT = itertools.count()
@@ -699,6 +725,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "schema": differs(
                 {}, {"schema": {"t": ac.Ragged("int64")}}, lambda train: [train.cache.schema["t"]]
             ),
+            "on_error": proves_on_error,
             "replace": proved_in(
                 "adapters/test_torch_cached.py::test_a_share_turns_over_between_epochs::replace=0.25"
             ),

@@ -16,6 +16,7 @@ _RULES = [
         (r"\bcache\.(resize|evict|verify)\(\)", r"arrowcache \1"),
         (r"with cache\.set_pace\(\)", "in Python"),
         (r",? or pass on_full='wait'", ""),
+        (r"; cache\.tag\(ids, '.*'\) gives it to rows, and a Loader takes .* expect='.*'", ""),
         (r"raise capacity, or raise headroom", "or raise the capacity by `arrowcache resize`"),
         (r"\bsql and to_pandas have\b", "`arrowcache sql` has"),
         (r": open it, or pass exist_ok=True", ": take another path, or `arrowcache resize` to change it"),

@@ -152,7 +152,6 @@ WRONG_USAGES = [
     ["import", "bad.parquet", "new", *NEW], ["import", "struct.parquet", "new", *NEW],
     ["import", "null.parquet", "new", *NEW], ["import", "types.parquet", "cache"],
     ["import", "wide.parquet", "new", *NEW], ["import", "good.parquet", "cache"],
-    ["import", "good.parquet", "new", "--capacity", "1MiB"],
     ["import", "good.parquet", "new", "--capacity", "x"],
     ["import", "good.parquet", "new", *NEW, "--schema", "x: int8"],
     ["import", "good.parquet", "new", *NEW, "--schema", "id: int8["],

@@ -50,7 +50,7 @@ A_WINDOW_TOO_LONG = {"return end - start < WINDOW ? end : start + WINDOW;": "ret
 A_PART_UNCOMPARED = {
     "for (int64_t i = 0; i < kind->count; i++) {": "for (int64_t i = 1; i < kind->count; i++) {"
 }
-UNLIKE_AND_MAPPED = {"is_alike && maps_count() < most ?": "file->fd >= 0 && maps_count() < most ?"}
+UNLIKE_AND_MAPPED = {"is_alike && has_room(file, most) ?": "file->fd >= 0 && has_room(file, most) ?"}
 _LOCK, _UNLOCK = "    pthread_mutex_lock(&self->lock);\n", "    pthread_mutex_unlock(&self->lock);\n"
 _DONE = "    int64_t chunk = begin_chunk(self, job);\n"
 DONE_WITHOUT_A_LOCK = {f"{_LOCK}{_DONE}{_UNLOCK}    if": f"{_DONE}    if"}

@@ -279,13 +279,13 @@ UNCLOSED = re.compile(  # Ctrl-C inside of the standard library's socketpair() a
     r"Exception ignored in: <socket.socket .*>\n(Traceback .*\n( .*\n)*)?"
     r"ResourceWarning: unclosed <socket.socket .*>\n"
 )
-KINDS = ("plain", "threads", "processes", "torch", "pool")
+ENDING = ("plain", "threads", "processes", "torch", "pool")
 CODES = {"end": 0, "break": 0, "del": 0, "exit": 3, "raise": 1, "interrupt": -signal.SIGINT}
 
 
 @pytest.mark.slow
 @pytest.mark.smoke
-@pytest.mark.parametrize(("how", "kind"), one_in(3, itertools.product(CODES, KINDS)))
+@pytest.mark.parametrize(("how", "kind"), one_in(3, itertools.product(CODES, ENDING)))
 def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, how):
     """In the middle of epochs, with live views, nothing closed: no word but the exception's own.
 

@@ -178,7 +178,7 @@ def proves_expect(face: Face, cache: ac.Cache) -> None:
     unknown = face.seen(cache, rows="later", timeout=0.3)
     assert unknown[0] == "ValueError", unknown
     awaited = face.seen(cache, rows="later", expect="later", timeout=0.3)
-    assert awaited[0] == "LoaderTimeoutError", awaited
+    assert awaited[0] in ("LoaderTimeoutError", "UnknownError"), awaited  # TensorFlow's own
 
 
 def other_cache(cache: ac.Cache) -> ac.Cache:

@@ -32,12 +32,10 @@ from arrowcache.explore.parquet import ParquetImport
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.reading.selection import ALL_ROWS, INCLUDED, Selection, require_rows
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
-from arrowcache.storage.store import Store
-from arrowcache.units import did_you_mean, format_count
+from arrowcache.units import format_count
 
 SEQ = ID_COLUMNS[0]
 _GROUP_BYTES = 16 << 20  # of a row group
@@ -90,7 +88,7 @@ def export_parquet(
         notes = {name: noted.arrow(name) for name in names if name in noted.kinds}
         snapshot.bitmaps = Selection(store, rows).of(snapshot)
         if len(snapshot) and not snapshot.selected.size:
-            raise _none_chosen(store, rows, len(snapshot))
+            raise _none_chosen(rows, len(snapshot))
         folder.mkdir(parents=True, exist_ok=True)
         own, start = [name for name in names if name in schema], 0
         for segment, batch in walk(snapshot, own or list(schema)[:1], "exporting", progress):
@@ -127,15 +125,12 @@ def _of_rows(name: str, notes: Mapping[str, pa.Array], segment: SegmentInfo, sta
     )
 
 
-def _none_chosen(store: Store, rows: object, count: int) -> ValueError:
+def _none_chosen(rows: object, count: int) -> ValueError:
     held = format_count(count, "row")
     if isinstance(rows, str) and rows == INCLUDED:
         return ValueError(f"all {held} are excluded: rows='all' exports them, with their marks")
-    if not isinstance(rows, str):
-        return ValueError(f"rows= chooses none of the {held}")
-    there = Annotations.of(store).notes.tags()
-    tags = f"there are the tags {', '.join(there)}" if there else "no row has a tag"
-    return ValueError(f"rows={rows!r} is the tag of none of the {held}: {did_you_mean(rows, there)}{tags}")
+    said = repr(rows) if isinstance(rows, str) else ""
+    return ValueError(f"rows={said} chooses none of the {held}")
 
 
 def _plain(column: pa.Array, kind: FieldType) -> pa.Array:

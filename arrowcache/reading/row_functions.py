@@ -28,7 +28,7 @@ from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import VALUES
-from arrowcache.units import did_you_mean
+from arrowcache.units import did_you_mean, shortened
 
 if TYPE_CHECKING:
     from pyarrow.compute import Expression
@@ -395,8 +395,7 @@ def _refused_functions() -> list[str]:
 
 
 def _shown(expression: Expression) -> str:
-    text = str(expression)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(str(expression), 80)
 
 
 def _evaluated(expression: Expression, rows: pa.Table | pa.Schema) -> pa.ChunkedArray:

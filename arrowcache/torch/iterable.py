@@ -39,6 +39,7 @@ from arrowcache.reading.stats import Meter
 from arrowcache.reading.supply import Supply
 from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.storage.recovery import HasStore, open_store, store_of
+from arrowcache.torch.batch_sampler import INSTEAD as OF_SAMPLER
 from arrowcache.torch.dataset import Transform, packed, tensors_of
 from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.epoch_counter import EpochCounter, Turn
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 _OF_THE_DATALOADER = (
     "the DataLoader takes it: DataLoader(CacheIterableDataset(cache, 64), batch_size=None, ...)"
 )
-_OF_LOADERS = "batches here have batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
 _INSTEAD = {
     **OF_DATALOADER,
     **instead("workers", say="give num_workers= to the DataLoader"),
@@ -62,8 +62,8 @@ _INSTEAD = {
     **instead("num_workers", "prefetch_factor", "pin_memory", "pin_memory_device", say=_OF_THE_DATALOADER),
     **instead("persistent_workers", "worker_init_fn", "in_order", say=_OF_THE_DATALOADER),
     **instead("with_ids", say="its batches have no ids: take arrowcache.torch.Loader(with_ids=True)"),
-    **instead("batch_tokens", "length_of", say=_OF_LOADERS),
-    **instead("device", say="move the DataLoader's batches by DevicePrefetcher(loader, device)"),
+    **instead("batch_tokens", "length_of", say=OF_SAMPLER["batch_tokens"]),
+    **instead("device", say=OF_SAMPLER["device"]),
 }
 _FORMAT = "arrowcache.iterable"
 _POLL_SECONDS = 0.005

@@ -84,7 +84,7 @@ class ReadThrough:
         self.temperature = self._places.temperature  # tells whether items are in memory
         self._outbox = outbox = Outbox(store, self._places, self._claims, trouble)
         self._lock = outbox.lock
-        self.put, self.publish, self.let_go = outbox.put, outbox.publish, outbox.let_go
+        self.put, self.publish = outbox.put, outbox.publish
         self.rest, self.close, self.close_soon = outbox.rest, outbox.close, outbox.close_soon
 
     def find(self, indices: NDArray[np.int64]) -> Found:

@@ -410,12 +410,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def cache(self) -> Cache:
         """The cache of the items, with columns of the names of their leaves, and `_index`.
 
-        This process leases none of it then, until it asks for the next item: so `evict` and `resize` find it
-        free.
+        What this process made is published, and it leases nothing until it asks for the next item: so `evict`
+        and `resize` find it free.
+        Blocks: while that is published, and small segments are merged.
         Raises: OSError: it cannot be used, such as on a read-only disk.
         """
-        if self._reader is not None:
-            self._reader.let_go()
+        self.rest()  # to end the lease alone is not enough: the thread that publishes begins another one
         return Cache(self._opened())
 
     def _opened(self) -> Store:

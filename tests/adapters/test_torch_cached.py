@@ -654,6 +654,14 @@ def test_who_asks_for_its_cache_may_evict_and_resize_at_once(path):
             ac.Loader(train)
 
 
+def test_who_asks_for_its_cache_finds_all_items_that_were_made(path):
+    """What was published later began a lease that kept `resize` from them."""
+    with cached(Numbers(40), path, capacity="16MiB") as train:
+        train.__getitems__([*range(40)])
+        stats = train.cache.stats()
+        assert (stats.rows, stats.leased_bytes) == (40, 0)
+
+
 def test_an_error_of_the_dataset_is_the_users_and_the_item_is_made_again(path):
     class Fails(Numbers):
         fails = True

@@ -11,6 +11,7 @@ overwritten; whoever ends it, nothing of it is under way afterwards.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from arrowcache.torch.structure import take_apart
 
 
 class CachedEpoch:
-    """The batches of an epoch, as `iterator.Stream`. One thread at a time takes batches.
+    """The batches of an epoch, as `iterator.Stream`. Any thread may end it, also within `take`.
 
     Args:
         plan: the epoch, from a position on.
@@ -71,6 +72,8 @@ class CachedEpoch:
         self._error = ""  # of the last item that was left out, until a batch is made
         self._stands_in: int | None = None  # an item of a batch that was made
         self.was_asked = self.has_stopped = self.has_ended = False
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end an epoch anywhere
+        self._user = 0  # the thread that makes batches, or abandons them
         self._because: str | None = None
         meter.begin_run(self)
         meter.begin_epoch()
@@ -105,8 +108,22 @@ class CachedEpoch:
         Raises: what the dataset inside, its transform or the collate function raise. WorkerError.
         """
         self.require_own()
+        if not self._enter():
+            return None
+        try:
+            return self._next()
+        except Exception:
+            if self.has_ended:  # which may be why: nobody asks for the batch
+                return None
+            raise
+        finally:
+            self._leave()
+
+    def _next(self) -> ReadyBatch | None:
         while not self.has_ended and self._taken < self.order.steps:
             made = self._made_here() if self._makers is None else self._made_by(self._makers)
+            if self.has_ended:
+                return None
             if made is None and self.order.step_rows > self.order.batch_size:
                 made = self._instead()
             self._taken += 1
@@ -126,13 +143,43 @@ class CachedEpoch:
 
     def is_ready(self) -> bool:
         """True if `take` would return at once, as far as is known."""
-        if self._makers is not None or self.has_ended or self._taken == self.order.steps:
+        if self._makers is not None or self._taken == self.order.steps or not self._enter():
             return True
-        with suppress(CorruptSegmentError, OSError):  # which `take` finds, too
-            self._begin_ahead()
-            begun = self._under_way[0][1]
-            return begun is None or begun.is_ready()
-        return True
+        try:
+            with suppress(CorruptSegmentError, OSError):  # which `take` finds, too
+                self._begin_ahead()
+                begun = self._under_way[0][1]
+                return begun is None or begun.is_ready()
+            return True
+        finally:
+            self._leave()
+
+    def _enter(self) -> bool:
+        """Make this thread the only one at the batches under way. Returns: False: the epoch has ended."""
+        with self._lock:
+            if self.has_ended:
+                return False
+            self._user = threading.get_ident()
+            return True
+
+    def _leave(self) -> None:
+        """Abandon the batches under way if the epoch was closed meanwhile."""
+        with self._lock:
+            is_over = self.has_ended
+            if not is_over:
+                self._user = 0
+        if is_over:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        try:
+            while self._under_way:
+                begun = self._under_way[0][1]
+                if begun is not None:
+                    abandon(begun)
+                self._under_way.popleft()  # now: where Ctrl-C came before, `close` does it again
+        finally:
+            self._user = 0
 
     def deliver(self, made: ReadyBatch | None) -> None:
         """Count a batch that the consumer gets now, or, with None, the end.
@@ -152,6 +199,8 @@ class CachedEpoch:
 
     def fail(self) -> None:
         """End it, as the consumer gets an error in place of a batch."""
+        if self._user == threading.get_ident():  # Ctrl-C came as it left
+            self._user = 0
         self.close()
 
     def drop(self) -> None:
@@ -167,17 +216,18 @@ class CachedEpoch:
         """
         if not self.has_ended:
             self._because = because
-        self.has_ended = True
         self._meter.end_run(self)
-        if not self._origin.is_here:
+        if not self._origin.is_here:  # the lock may be held for ever in a forked child
+            self.has_ended = True
             return
+        with self._lock:
+            self.has_ended = True
+            if is_free := not self._user:  # else who makes a batch abandons the others, as it leaves
+                self._user = threading.get_ident()
         if self._makers is not None and self._taken < self.order.steps:
             self._makers.stop()
-        while self._under_way:
-            begun = self._under_way[0][1]
-            if begun is not None:
-                abandon(begun)
-            self._under_way.popleft()
+        if is_free:
+            self._abandon()
 
     # batches
 
@@ -188,7 +238,7 @@ class CachedEpoch:
         if made is None:
             with self._meter.stage("transform"):
                 made = self._whole(answer_of(self._train, indices, self._collate), indices)
-        self._under_way.popleft()  # now: where Ctrl-C came before, `close` ends it
+        self._under_way.popleft()  # now: where Ctrl-C came before, `_abandon` ends it
         return made
 
     def _begin_ahead(self) -> None:
@@ -222,6 +272,8 @@ class CachedEpoch:
     def _made_by(self, makers: Makers) -> ReadyBatch | None:
         with self._meter.stage("transform"):
             answer = makers.next()
+        if self.has_ended:
+            return None
         indices = self._indices(self._taken)
         if answer is not None:
             return self._whole(answer, indices)

@@ -15,6 +15,7 @@ Ctrl-C, and end with this process.
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,7 +39,10 @@ Collate = Callable[[list[Any]], Any]
 Batches = Callable[[int], Iterator[NDArray[np.int64]]]
 """Returns the indices of each batch of an epoch, from a step on."""
 
+_LOOK_SECONDS = 1.0  # between two looks, while it waits for a batch, for a worker's death or the epoch's end
+_CLOSE_SECONDS = 5.0
 _MOST_DEATHS = 3  # at one batch
+_LATE = "DataLoader timed out"  # so torch's error begins
 _DIED = "DataLoader worker (pid"  # so torch's error begins; one of the dataset begins otherwise
 _LOST = (
     ConnectionError,
@@ -147,6 +151,8 @@ def _as_it_is(answer: Any) -> Any:
 class Makers:
     """The worker processes of one loader. They start with its first epoch that needs them, and live on.
 
+    One thread at a time asks them; any may `stop` or `close` them meanwhile.
+
     Args:
         workers: number of processes; at least 1.
         collate: as of `CachedDataset.batch`.
@@ -165,6 +171,7 @@ class Makers:
         self._batches: Batches = lambda _: iter(())
         self._epoch = self._given = self._deaths = 0
         self._is_whole = False  # nothing interrupted what the processes have to say
+        self._turn = threading.RLock()  # of who asks the processes; reentrant: a handler may close them
         self._origin = Origin()
 
     def begin(self, batches: Batches) -> None:
@@ -172,10 +179,12 @@ class Makers:
 
         Blocks: while processes start, or until each has made the item that it is at.
         """
-        self._epoch += 1
-        self._wanted.value = self._epoch
-        self._batches, self._given, self._deaths = batches, 0, 0
-        self._begin()
+        self.stop()  # first: who waits for a batch of the epoch before leaves
+        with self._turn:
+            self._epoch += 1
+            self._wanted.value = self._epoch
+            self._batches, self._given, self._deaths = batches, 0, 0
+            self._begin()
 
     def _begin(self) -> None:
         if not self._is_whole:
@@ -184,6 +193,7 @@ class Makers:
         self._requests.begin(self._epoch, lambda: self._batches(first))
         is_whole, self._is_whole = self._is_whole, False
         if is_whole and self._loader is not None:
+            _have_wait(self._answers, 0)  # until each worker is at its last item
             self._answers = iter(self._loader)
         else:
             with warnings.catch_warnings():
@@ -203,38 +213,49 @@ class Makers:
                 with shielded():
                     self._answers = iter(self._loader)
                     _supervise(self._answers)
+        _have_wait(self._answers, _LOOK_SECONDS)
         self._is_whole = True
 
     def next(self) -> Answer | None:
-        """Return the next batch. None: its items are in the cache.
+        """Return the next batch. None: its items are in the cache, or the epoch was ended meanwhile.
 
         Blocks: until it is made.
         Raises: what the dataset raises. WorkerError: worker processes die, again and again.
         """
-        while True:
-            self._is_whole = False
-            try:
-                answer: Answer | None = next(self._answers)
-            except Exception as error:
-                if not _is_death(error):
-                    self._is_whole = True
-                    raise
-                self._deaths += 1
-                if self._deaths > _MOST_DEATHS:
-                    raise WorkerError(
-                        f"{_first_line(error)}, as did {_MOST_DEATHS} before it at this batch: look for "
-                        "what kills it, such as a lack of memory, or pass workers=0"
-                    ) from None
-                warn(f"{_first_line(error)}: others make its items")
-                self._begin()
-            else:
-                self._is_whole, self._deaths, self._given = True, 0, self._given + 1
-                return answer
+        with self._turn:
+            while self._is_wanted:
+                self._is_whole = False
+                try:
+                    answer: Answer | None = next(self._answers)
+                except Exception as error:
+                    if _begins(error, _LATE):
+                        self._is_whole = True
+                        continue
+                    if not _is_death(error):
+                        self._is_whole = True
+                        raise
+                    self._deaths += 1
+                    if self._deaths > _MOST_DEATHS:
+                        raise WorkerError(
+                            f"{_first_line(error)}, as did {_MOST_DEATHS} before it at this batch: look for "
+                            "what kills it, such as a lack of memory, or pass workers=0"
+                        ) from None
+                    warn(f"{_first_line(error)}: others make its items")
+                    self._begin()
+                else:
+                    self._is_whole, self._deaths, self._given = True, 0, self._given + 1
+                    return answer
+            return None
+
+    @property
+    def _is_wanted(self) -> bool:
+        """False once the epoch was ended."""
+        return bool(self._wanted.value == self._epoch)
 
     def rest(self) -> None:
         """Wait until all have published what they made, after the last batch."""
         with suppress(StopIteration):
-            while True:
+            while self._is_wanted:
                 self.next()
 
     def stop(self) -> None:
@@ -245,7 +266,12 @@ class Makers:
         """End the processes, each after an item. Blocks: at most some seconds. Idempotent."""
         self.stop()
         if self._origin.is_here:
-            self._end()
+            has_turn = self._turn.acquire(timeout=_CLOSE_SECONDS)  # who waits for a batch leaves by then
+            try:
+                self._end()
+            finally:
+                if has_turn:
+                    self._turn.release()
 
     def _end(self) -> None:
         answers, self._answers, self._loader, self._is_whole = self._answers, iter(()), None, False
@@ -258,9 +284,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_death(error: Exception) -> bool:
-    if isinstance(error, _LOST):
-        return RECEIVING in str(error)
-    return isinstance(error, RuntimeError) and str(error).startswith(_DIED)
+    return RECEIVING in str(error) if isinstance(error, _LOST) else _begins(error, _DIED)
+
+
+def _begins(error: Exception, text: str) -> bool:
+    return isinstance(error, RuntimeError) and str(error).startswith(text)
+
+
+def _have_wait(answers: Any, seconds: float) -> None:
+    """Have torch wait so long for a batch. 0: for ever, also where nobody is left who makes one."""
+    answers._timeout = seconds
 
 
 def _supervise(answers: Any) -> None:

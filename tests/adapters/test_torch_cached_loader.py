@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -268,6 +269,79 @@ def test_an_epoch_whose_dataset_was_closed_is_an_error_or_whole(path, there, opt
             assert "the dataset is closed" in str(error)  # noqa: PT017  # or none
         else:
             assert count == len(loader)
+        loader.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["here", "device"])
+@pytest.mark.parametrize("where", ["item", "transform", "collate_fn"])
+def test_a_close_by_another_thread_within_a_batch_is_told_to_the_consumer(path, where, options):
+    """The consumer found the queue of its batches empty, an IndexError."""
+    calls = itertools.count()
+
+    def close(value):
+        if next(calls) == 12:
+            closing.start()
+            closing.join(1.0)  # it may wait for this batch
+        return value
+
+    class Closes(Numbers):
+        def __getitem__(self, index):
+            return close(super().__getitem__(index)) if where == "item" else super().__getitem__(index)
+
+    if where == "collate_fn":
+        options = {"collate_fn": close, **options}
+    transform = {"transform": close} if where == "transform" else {}
+    with cached(Closes(LENGTH), path, capacity="64MiB", **transform) as train:
+        loader = Loader(train, 5, workers=0, **options)
+        closing = threading.Thread(target=loader.close)
+        with pytest.raises(RuntimeError, match="the loader was closed, before its last batch"):
+            list(loader)
+        closing.join()
+
+
+def signal_all(processes, number):
+    for process in processes:
+        os.kill(process.pid, number)
+
+
+ENDED = {
+    "closed": lambda loader: loader.close(),
+    "newer": iter,
+    "loaded": lambda loader: loader.load_state_dict(loader.state_dict()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["here", "device"])
+@pytest.mark.parametrize("how", ENDED)
+def test_who_waits_for_workers_is_told_of_an_end_by_another_thread(path, how, options):
+    """It waited for ever: a worker of torch's that is told to end drops the requests that it has."""
+    told = []
+
+    def consume():
+        try:
+            for _ in batches:
+                begun.release()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    with cached(Numbers(LENGTH), path, capacity="64MiB") as train:
+        loader = Loader(train, 1, workers=2, shuffle=None, prefetch=2, **options)
+        batches, begun = iter(loader), threading.Semaphore(0)
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        begun.acquire()
+        makers = active_children()
+        signal_all(makers, signal.SIGSTOP)
+        consumer.join(0.5)  # it comes to wait
+        going_on = threading.Timer(0.5, signal_all, (makers, signal.SIGCONT))
+        going_on.start()
+        ENDED[how](loader)
+        going_on.join()
+        consumer.join(60)
+        assert not consumer.is_alive()
+        assert len(told) == 1
+        assert re.match("this epoch ended when (the loader was closed|a newer|a state was)", told[0])
         loader.close()
 
 

@@ -104,14 +104,15 @@ class Selected:
             bits, first = self._bitmaps.get(seq), firsts[index]
             if bits is None:
                 runs.append((first, 0, size))
-                ids, numbers = np.array([before[index]]), np.array([first])
+                left_out = np.zeros(1, np.int64)
             else:
                 if not runs or not runs[-1][1]:
                     runs.append((first, 1, size - first))
                 mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=int(self._rows[index]))
-                ids = mask.nonzero()[0] + before[index]
-                numbers = np.arange(first, first + len(ids))
-            table.append((ids - numbers).astype(dtype))
-            size += len(ids)
+                left_out = mask.view(np.bool_).nonzero()[0]  # of bools it takes a fifth of the time
+                left_out -= np.arange(len(left_out))
+            left_out += before[index] - first
+            table.append(left_out.astype(dtype))
+            size += len(left_out)
         starts, is_part, places = np.array(runs, np.int64).T
         return starts, is_part, places, np.concatenate(table)

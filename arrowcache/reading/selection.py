@@ -88,12 +88,8 @@ class Selection:
             mask = ~excluded if mask is None else mask & ~excluded
         if mask is None:
             return {}
-        starts = rows.starts
-        kept = np.add.reduceat(mask, starts[:-1])
-        return {
-            int(rows.seqs[index]): bitmap(mask[starts[index] : starts[index + 1]])
-            for index in np.flatnonzero(kept != np.diff(starts)).tolist()
-        }
+        parts = zip(rows.seqs.tolist(), np.split(mask, rows.starts[1:-1]), strict=True)
+        return {seq: bitmap(part) for seq, part in parts if not part.all()}
 
     def _asked_for(self, snapshot: Snapshot, rows: Rows) -> Mask | None:
         """The mask of a snapshot's rows, whatever is excluded. None: all."""

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections import Counter

@@ -12,11 +12,15 @@ Question 3: how long does `annotate` take for 64 scattered rows, of a batch?
 Question 4: what do notes on 10^7 rows of 12 bytes take on the disk, how long does it take to exclude half of
 them, and how much memory beyond the ids? A random half, in order, and then shuffled; then the older half, so
 that both are merged. How long does an epoch's beginning take then?
+Question 5: how long does an epoch of 10^7 rows take to begin where a function, or an expression, of an int64
+column chooses half of them: with its files dropped from the page cache, with them in memory, and in a loader's
+second epoch? How long is the longest step of `repeat()`, in the middle of whose first epochs the next is made ready?
 Run: `python -m benchmarks.selection`. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 import arrowcache as ac
 
@@ -42,6 +47,8 @@ def main() -> None:
         replay(Path(folder))
     with tempfile.TemporaryDirectory() as folder:
         note(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        choose(Path(folder))
 
 
 def compare_selected(folder: Path, shuffle: str, row_bytes: int, rows: int) -> None:
@@ -149,6 +156,41 @@ def note(folder: Path) -> None:
         cache.close()
         cache = ac.Cache.open(cache.path)
         print(f"annotations, {kind}: {(bytes_of(cache, 'values')) / ROWS:.2f} bytes a row, of all so far")
+    cache.close()
+
+
+def choose(folder: Path) -> None:
+    cache = ac.Cache.create(folder / "cache", {"x": ac.Tensor("int64")}, "400MB", segment_bytes="4MiB")
+    with cache.writer() as writer:
+        for first in range(0, ROWS, ROWS // 20):
+            writer.extend(x=np.arange(first, first + ROWS // 20))
+    titles = ("cold, s", "warm, s", "again, s", "longest step, ms", "median, ms")
+    print(f"{'rows=':>10} {' '.join(f'{title:>16}' for title in titles)}")
+    for name, options in {
+        "all": {},
+        "function": {"rows": lambda columns: columns["x"] % 2 == 0},
+        "expression": {"rows": pc.equal(pc.bit_wise_and(pc.field("x"), 1), 0)},
+    }.items():
+        for file in cache.path.glob("segments/*.arrow"):
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        new, again = [], []  # seconds of a loader's first epoch, and of its second one
+        for _ in range(1 + TURNS):  # the first one is cold
+            with ac.Loader(cache, 16384, **options) as loader:
+                for seconds in (new, again):
+                    started = time.perf_counter()
+                    next(iter(loader))
+                    seconds.append(time.perf_counter() - started)
+        with ac.Loader(cache, 16384, **options) as loader:
+            batches, steps = loader.repeat(), []
+            next(batches)
+            for _ in range(3 * loader.steps):
+                started = time.perf_counter()
+                next(batches)
+                steps.append(time.perf_counter() - started)
+        warm = (new[0], statistics.median(new[1:]), statistics.median(again))
+        found = (*warm, 1e3 * max(steps), 1e3 * statistics.median(steps))
+        print(f"{name:>10} {' '.join(f'{value:16.2f}' for value in found)}")
     cache.close()
 
 

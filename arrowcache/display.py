@@ -53,7 +53,7 @@ class _Stderr:
             self._stream.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(AttributeError, OSError, ValueError):  # it may have `write` alone
             self._stream.flush()
 
 

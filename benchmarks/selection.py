@@ -13,8 +13,8 @@ Question 4: what do notes on 10^7 rows of 12 bytes take on the disk, how long do
 them, and how much memory beyond the ids? A random half, in order, and then shuffled; then the older half, so
 that both are merged. How long does an epoch's beginning take then?
 Question 5: how long does an epoch of 10^7 rows take to begin where a function, or an expression, of an int64
-column chooses half of them: with its files dropped from the page cache, with them in memory, and as a loader's
-second epoch? How long is the longest step of `repeat()`?
+column chooses half of them: its files dropped from the page cache, in memory, and as a loader's second one?
+How long is the longest step of `repeat()`?
 Run: `python -m benchmarks.selection`. Results: benchmarks/RESULTS.md.
 """
 

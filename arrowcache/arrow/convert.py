@@ -258,21 +258,27 @@ def _bits(
 def _timestamps(name: str, value: Any) -> NDArray[Any]:
     items = value if isinstance(value, list | tuple) else [value]
     if items and all(isinstance(item, dt.datetime) for item in items):
-        if any(getattr(item, "nanosecond", 0) for item in items):  # pandas'
+        if any(getattr(item, "nanosecond", 0) > 0 for item in items):  # pandas', whose NaT has NaN
             raise SchemaError(
                 f"field {name!r}: {_shorten(value)} has nanoseconds, which datetime64[us] cannot hold: "
                 "write value.floor('us') if that is meant"
             )
         naive = [
-            item.astimezone(dt.timezone.utc).replace(tzinfo=None) if item.tzinfo else item for item in items
+            np.datetime64("NaT")
+            if item != item  # pandas' NaT
+            else item.astimezone(dt.timezone.utc).replace(tzinfo=None)
+            if item.tzinfo
+            else item
+            for item in items
         ]
         array = np.array(naive, dtype="datetime64[us]")
         return array if isinstance(value, list | tuple) else array[0:1].reshape(())
     array = np.asarray(value)
     if array.dtype.kind != "M" or not np.can_cast(array.dtype, "datetime64[us]", "safe"):
+        way = ".astype('datetime64[us]')" if array.dtype.kind == "M" else "numpy.datetime64(value, 'us')"
         raise SchemaError(
             f"field {name!r}: expected datetime or datetime64[us], got {_describe(value)}: "
-            "write .astype('datetime64[us]') if that is meant"
+            f"write {way} if that is meant"
         )
     exact = array.astype("datetime64[us]", copy=False)
     is_same = exact is array or np.array_equal(exact.astype(array.dtype), array, equal_nan=True)

@@ -45,7 +45,7 @@ _FORMATS = (  # first bytes, the format's name, what else to say of a file of it
     (b"PK\3\4", "zip", "it is a zip archive: unpack it"),
     (b"7z\xbc\xaf\x27\x1c", "7z", "it is a 7z archive: unpack it"),
     (b"PAR1", "Parquet", "it is a Parquet file"),
-    (b"\x89HDF\r\n\x1a\n", "HDF5", "it is an HDF5 file"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5", "it is an HDF5 file, which ArrayWindows reads if its name ends in .h5"),
     *((start, "netCDF-3", "it is a netCDF file of version 3, and no HDF5: convert it by nccopy -k netCDF-4")
       for start in (b"CDF\1", b"CDF\2", b"CDF\5")),
     (b"\x93NUMPY", "npy", "it is a .npy file"),

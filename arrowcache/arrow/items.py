@@ -329,9 +329,14 @@ def shown(name: str) -> str:
 
 
 def item_of(dataset: Any, index: int) -> Any:
-    """Return dataset[index]. An error of the dataset gets a note with the index, from Python 3.11 on."""
+    """Return dataset[index]. An error of the dataset gets a note with the index, from Python 3.11 on.
+
+    Raises: RuntimeError: the dataset raised StopIteration, which would end whoever iterates over items.
+    """
     try:
         return dataset[index]
+    except StopIteration as error:
+        raise RuntimeError(f"item {index} of the dataset raised StopIteration, which is no item") from error
     except Exception as error:
         if hasattr(error, "add_note"):
             error.add_note(f"It was raised by item {index} of the dataset.")

@@ -57,6 +57,8 @@ def complain(sentence: str) -> None:
     try:
         sys.stderr.write(f"arrowcache: {printable(sentence)}\n")
         sys.stderr.flush()
+    except (AttributeError, ValueError):  # it is closed, or has `write` alone
+        pass
     except OSError:  # the exit code says it, too
         _write_nowhere(sys.stderr)
 

@@ -86,7 +86,7 @@ def _default_bytes(schema: Schema, capacity_bytes: int, rows: int, *, paged: boo
         way = f", or lower segment_rows to {fewer}" if 0 < fewer < rows else ""
         raise ValueError(
             f"{what} a segment of {format_bytes(needed)}, and a capacity of {format_bytes(capacity_bytes)} "
-            f"is under {_LEAST_SEGMENTS} of them: raise capacity to "
+            f"does not hold {_LEAST_SEGMENTS} of them and what the cache itself needs: raise capacity to "
             f"{format_enough(_least_capacity(needed))}{way}"
         )
     return min(most, max(needed, min(capacity_bytes // _DEFAULT_SEGMENTS, _DEFAULT_BYTES)))

@@ -69,7 +69,7 @@ _INSTEAD = {
     **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
 }
 _POLICIES = ("raise", "skip")
-_NEVER_SKIPPED = (MemoryError, ArrowCacheError, StopIteration)
+_NEVER_SKIPPED = (MemoryError, ArrowCacheError)
 _MOST_TRIED = 100  # items at the dataset's begin, to find one that can be made
 _COUNTING = 4096  # rows of counts, one of which a process has; many, so that few share one
 _FILLED_AT_ONCE = 8  # items
@@ -86,9 +86,10 @@ class CachedStats(Shown):
     """A dataset's cache at one moment, and the use that this process and its workers made of it.
 
     `cached` of `length` items are published, and take `published_bytes`; `hits` were read from the cache, and
-    `made` made by the dataset inside, in this process and all that it started with the dataset. `left_out`
-    counts how often an item could not be made, with on_error="skip". `is_full`: no more fits into the
-    capacity. `trouble` says why this process can store nothing now; it is empty if it can.
+    `made` made by the dataset inside, in this process and all that it started with the dataset, without the
+    one that `cached` itself makes to see its form. `left_out` counts how often an item could not be made,
+    with on_error="skip". `is_full`: no more fits into the capacity. `trouble` says why this process can store
+    nothing now; it is empty if it can.
     """
 
     length: int
@@ -333,7 +334,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             items: Iterable[Any]
             if self._spec.skips:
                 items = _made_or_left_out(inner, many, indices)
-            else:  # a generator: a StopIteration of the dataset is an error, and no end
+            else:
                 items = many(indices) if many else (item_of(inner, index) for index in indices)
             for index, item in zip(indices, items, strict=True):
                 if isinstance(item, LeftOut):
@@ -659,7 +660,9 @@ def cached(
     require_share(replace, "replace")
     if on_error not in _POLICIES:
         raise ValueError(f"on_error={on_error!r} is unknown: use one of {_POLICIES}")
-    index, item = (0, dataset[0]) if on_error == "raise" else _first_that_can_be_made(dataset, length)
+    index, item = (
+        (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
+    )
     try:
         form = ExactForm(item, schema, columns)
         items = CachedItems(length, version, form.classes)
@@ -731,6 +734,8 @@ def _several(index: object, length: int) -> Sequence[int] | None:
         index = range(*index.indices(length))
     if not isinstance(index, list | range):
         return None
+    if isinstance(index, list) and any(isinstance(each, bool | np.bool_) for each in index):
+        raise TypeError("an index is a whole number, not bool: of a mask give numpy.flatnonzero(mask)")
     if not index:
         raise IndexError("a batch has at least one item: the list of indices is empty")
     return index

@@ -268,13 +268,11 @@ def _instead_of(value: Any) -> str:
 
 
 def _instead_of_moment(value: Any) -> str:
-    if value != value:  # pandas' NaT
-        return "np.datetime64('NaT', 'us')"
-    if getattr(value, "nanosecond", 0):
+    if getattr(value, "nanosecond", 0) > 0:  # NaN of pandas' NaT
         return "value.value, its nanoseconds since 1970"
     zone = value.tzinfo is not None
-    if hasattr(value, "to_pydatetime"):
-        return f"value{'.tz_convert(None)' * zone}.to_pydatetime()"
+    if hasattr(value, "to_datetime64"):  # NaT, too: a column may have both
+        return f"value{'.tz_convert(None)' * zone}.to_datetime64().astype('datetime64[us]')"
     naive = f"value{'.astimezone(timezone.utc)' * zone}"
     return f"datetime.combine({naive}.date(), {naive}.time())"
 
@@ -296,6 +294,8 @@ def _instead_of_object(value: Any) -> str:
         return "value.to_numpy()"
     if hasattr(kind, "__array__"):
         return "np.asarray(value)"
+    if kind.__name__ == "NAType":  # pandas'
+        return "float('nan'), or what stands for it among the other values"
     if getattr(value, "__dict__", None):
         return "a dict of its values, such as vars(value)"
     if any("__str__" in vars(each) or "__fspath__" in vars(each) for each in kind.__mro__[:-1]):

@@ -364,6 +364,8 @@ def test_what_default_collate_refuses_is_a_batch_as_of_a_loader(path):
         (slice(5, 5), IndexError, "at least one"),
         (np.array([True, False]), TypeError, "nonzero"),
         (torch.tensor([True, False]), TypeError, "nonzero"),
+        ([True, False], TypeError, "of a mask give"),
+        ([1, np.True_], TypeError, "of a mask give"),
         (np.array([1.0]), TypeError, "float64"),
         (np.zeros((2, 2), int), TypeError, "integer"),
         ([1, 20], IndexError, "item 20"),
@@ -689,7 +691,7 @@ def test_a_stop_iteration_of_the_dataset_is_an_error(path):
             return super().__getitem__(index)
 
     with cached(Stops(5), path, capacity="16MiB") as train:
-        with pytest.raises(RuntimeError, match="generator raised StopIteration") as caught:
+        with pytest.raises(RuntimeError, match="item 3 of the dataset raised StopIteration") as caught:
             train.__getitems__([1, 3])
         assert str(caught.value.__cause__) == "the stream is over"
 

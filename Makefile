@@ -17,6 +17,13 @@ oldest := .[demo,test] tensorflow-cpu tensorflow-io
 wheels := hatchling ziglang auditwheel
 docs := mkdocs-material mkdocstrings-python ruff
 mutants := .[test] cosmic-ray torch
+core-3.10 := .[test]
+core-3.11 := .[test]
+core-3.12 := .[test]
+core-3.13 := .[test]
+# pyspark is an archive of source, which wheel builds.
+spark := .[test] pyspark
+BUILDS_spark := wheel
 uv := uv
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb
@@ -42,15 +49,16 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environments demo check test test-all test-rest nightly test-pythons test-newest test-ray test-tensorflow test-jax test-oldest test-install \
-	coverage test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
+.PHONY: help environments demo check test test-all test-rest nightly test-pythons test-newest test-ray test-tensorflow test-jax test-oldest test-spark \
+	test-install coverage test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
 	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
 	@echo "make test    run the quick tests, and one case of each slow kind, in one environment"
-	@echo "make nightly     all that, every case of it, with longer storms, and each Python"
+	@echo "make nightly     all that, every case of it, with longer storms, each Python, and Spark"
+	@echo "make test-pythons    run the core's quick tests in each Python of 3.10 to 3.13 that is found, or test-python-3.10"
 	@echo "make test-all    run all tests, in all environments: test, test-newest, test-ray, test-tensorflow,"
 	@echo "             test-jax, test-oldest, test-install"
 	@echo "make test-extras    install the wheel with each extra by itself, and use it: gigabytes come down"
@@ -63,7 +71,7 @@ help:
 	@echo "make pictures   take README's pictures anew, of a notebook in JupyterLab; needs chromium"
 	@echo "make wheels  compile wheels of all platforms into dist/, with no compiler but the one that pip brings"
 	@echo "make docs    build the site of README, guides and reference into site/, and check its links"
-	@echo "make lint    ruff and mypy --strict"
+	@echo "make lint    ruff, codespell and mypy --strict"
 	@echo "make format  ruff's formatter and its safe fixes"
 	@echo "make freeze  install the newest versions and write them to constraints/newest.txt (or NAME=...)"
 	@echo "make clean   remove environments and everything else that was built"
@@ -92,20 +100,25 @@ test: .envs/test/.stamp
 test-all: test test-rest
 test-rest: test-newest test-ray test-tensorflow test-jax test-oldest test-install
 
-# All that commits have a part of, longer storms, and each Python. It writes what it was run on, for the commits to come.
+# All that commits have a part of, longer storms, each Python, and Spark. It writes what it was run on, for the commits
+# to come.
 nightly:
 	$(MAKE) test-all STORM_SECONDS=600 ARGS='--nightly $(ARGS)'
-	$(MAKE) test-pythons
+	$(MAKE) test-pythons test-spark
 	$(RUN) tests/quick.py
 
-# The quick tests of the core, without any extra, in each Python that is found: on the path, or by pyenv.
+# The quick tests of the core, without any extra, in each Python that is found: on the path, or by pyenv, whose names on
+# the path may lead nowhere.
 PYTHONS := 3.10 3.11 3.12 3.13
-CORE := tests/unit tests/architecture/test_import.py tests/refusals
+CORE := tests/unit tests/refusals tests/architecture/test_environments.py tests/architecture/test_import.py
 test-pythons: $(PYTHONS:%=test-python-%)
 test-python-%:
-	@found=$$(command -v python$* || ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python 2>/dev/null | tail -1); \
-	if [ -z "$$found" ]; then echo "SKIPPED: there is no Python $* here"; exit 0; fi; \
-	$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS)
+	@for found in python$* $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python; do \
+		if ! $$found -c '' 2>/dev/null; then continue; fi; \
+		$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && $(call compile,core-$*) && \
+			exec .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS); \
+		exit; done; \
+	echo "SKIPPED: there is no Python $* here"
 
 # How long the storms of tests/storm last.
 STORM_SECONDS := 42
@@ -162,6 +175,10 @@ test-jax: .envs/jax/.stamp
 	$(call compile,jax)
 	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py $(ARGS)
 
+test-spark: .envs/spark/.stamp
+	$(call compile,spark)
+	.envs/spark/bin/python -m pytest tests/adapters/test_spark.py tests/architecture/test_environments.py $(ARGS)
+
 # The wheel, the sdist and the repository, each in an environment of its own; the second with all extras, too.
 test-install: .envs/newest/.stamp
 	$(RUN) $(TESTS) tests/install -m 'not slow' -o faulthandler_timeout=0 $(ARGS)
@@ -214,6 +231,8 @@ docs: .envs/docs/.stamp
 
 lint: .envs/newest/.stamp
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m codespell_lib $(shell git ls-files)
 	$(RUN) -m mypy arrowcache $(wildcard tests/typing)
 
 format: .envs/newest/.stamp
@@ -228,7 +247,7 @@ HAS_COMPILER = $(or $(CC_GIVEN),$(shell command -v cc || command -v gcc || comma
 CC_GIVEN := $(if $(filter environment%,$(origin CC)),$(CC))
 define install
 $(PYTHON) -m venv --clear .envs/$1
-$(if $(filter .%,$($2)),$(call into,$1,$3) hatchling $(if $(HAS_COMPILER),,ziglang))
+$(if $(filter .%,$($2)),$(call into,$1,$3) hatchling $(BUILDS_$2) $(if $(HAS_COMPILER),,ziglang))
 $(call into,$1,$3) --no-build-isolation $(foreach wish,$($2),$(if $(filter .%,$(wish)),--editable )'$(wish)')
 .envs/$1/bin/python -m pip check
 endef

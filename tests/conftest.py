@@ -81,6 +81,12 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def torch():
+    """PyTorch, for a test of the core that needs it: the others of its file run without."""
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
 @pytest.fixture
 def cache(tmp_path):
     """Ten segments of 16 rows, ids 0 to 159; a module that needs another one says so."""

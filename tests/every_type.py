@@ -24,7 +24,8 @@ def every_type(rows: int = ROWS) -> dict[str, Any]:
             columns[name] = [numbers(rng, kind.dtype, (size, *kind.inner_shape)) for size in sizes]
     columns["name"] = [f"näme <{number % 5}>" for number in range(rows)]
     columns["data"] = [b"\x00\xff" * (number % 4) for number in range(rows)]
-    columns["when"] = np.datetime64("2026-01-01T00:00:00.000001", "us") + np.arange(rows) * 10**9
+    steps = (np.arange(rows) * 10**9).astype("m8[us]")
+    columns["when"] = np.datetime64("2026-01-01T00:00:00.000001", "us") + steps
     return columns
 
 

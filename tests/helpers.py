@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import signal
@@ -45,6 +46,18 @@ EVERY_TYPE = ac.Schema(
     | {f"ragged_{dtype}": ac.Ragged(dtype) for dtype in DTYPES}
     | {"boxes": ac.Ragged("float32", (4,)), "name": ac.String(), "data": ac.Binary(), "when": ac.Timestamp()}
 )
+
+
+def face(name: str) -> Any:
+    """A face of the package, such as "torch.Loader"; where its framework is missing, the test is skipped."""
+    import pytest  # which processes that tests start do not need
+
+    framework, _, attribute = name.rpartition(".")
+    if framework:
+        pytest.importorskip(framework, reason=f"{framework} is not installed")
+    return getattr(
+        importlib.import_module(f"arrowcache.{framework}" if framework else "arrowcache"), attribute
+    )
 
 
 def sample(number: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -10,21 +9,16 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
-from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 from helpers import ids_of, make_cache, publish, wait_until
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
-if importlib.util.find_spec("mpi4py") is not None and not find_library("mpi"):
-    pytest.skip(
-        "Lightning asks mpi4py, which finds no MPI: apt-get install --no-install-recommends openmpi-bin",
-        allow_module_level=True,
-    )
 
 import lightning
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
@@ -124,6 +118,7 @@ def make_trainer(tmp_path):
             enable_model_summary=False,
             num_sanity_val_steps=0,
             default_root_dir=tmp_path,
+            plugins=[LightningEnvironment()],  # else it asks mpi4py, which needs an MPI
             **options,
         )
 
@@ -289,6 +284,7 @@ from pathlib import Path
 
 import lightning
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 import arrowcache as ac
 from arrowcache.torch import Loader, dataloader
@@ -312,7 +308,7 @@ def fit(data, module, **options):
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, callbacks=[Grow()],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, **options,
+        default_root_dir=folder, plugins=[LightningEnvironment()], **options,
     )
     trainer.fit(module, data)
     return trainer.global_rank, module.seen

@@ -17,9 +17,9 @@ from helpers import make_cache
 import arrowcache as ac
 from arrowcache.sampling.sources import ParquetRows
 
-pytest.importorskip("pyspark", reason="pyspark is not installed")
+pytest.importorskip("pyspark", reason="pyspark is not installed: make test-spark")
 if shutil.which("java") is None:
-    pytest.skip("Spark needs Java, which is not installed", allow_module_level=True)
+    pytest.skip("Spark needs Java, on Debian default-jre-headless", allow_module_level=True)
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float32", (3,)), "y": ac.Tensor("int64")})
 ROWS = 400

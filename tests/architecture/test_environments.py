@@ -50,7 +50,7 @@ def test_what_is_frozen_holds_nothing_that_only_one_build_of_torch_brings(name):
 
 def test_each_environment_of_the_makefile_has_its_constraints_and_each_file_its_environment():
     makefile = (ROOT / "Makefile").read_text()
-    listed = {match[1] for match in re.finditer(r"^([a-z]+) := (?:\.\[|[a-z])", makefile, re.MULTILINE)}
+    listed = {match[1] for match in re.finditer(r"^([a-z0-9.-]+) := (?:\.\[|[a-z])", makefile, re.MULTILINE)}
     assert listed == set(FILES) - {"common"}
 
 

@@ -1,5 +1,6 @@
 """What pip makes of this checkout: its wheel, its sdist and its repository, in environments of their own.
 
+All is built in a copy: a build leaves nothing in the checkout, and reads nothing that other tests write.
 pip fetches packages here, which no other test does. `make test-install` runs those that take seconds, and
 `make test-extras` all.
 """
@@ -83,17 +84,26 @@ def constraints(folder: Path, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout without what git ignores, to build in."""
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    ignored = [line.strip("/").rpartition("/")[2] for line in lines if not line.startswith("#")]
+    folder = tmp_path_factory.mktemp("source") / "arrowcache"
+    return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", *ignored))
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What pip can be asked to install: kind -> a path or a URL."""
     pytest.importorskip("hatchling", reason="hatchling is not installed")
     folder = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "hatchling", "build", "--directory", folder, cwd=ROOT)
+    run(sys.executable, "-m", "hatchling", "build", "--directory", folder, cwd=source)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return {
         "wheel": str(wheel),
         "sdist": str(sdist),
         "git": f"git+{ROOT.as_uri()}",
-        "checkout": str(ROOT),
+        "checkout": str(source),
     }
 
 
@@ -163,11 +173,14 @@ def no_compiler(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
 
 
-def test_a_release_has_a_wheel_for_each_platform_that_needs_no_compiler(tmp_path, environment, monkeypatch):
+def test_a_release_has_a_wheel_for_each_platform_that_needs_no_compiler(
+    source, tmp_path, environment, monkeypatch
+):
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    done = run("make", "wheels", f"DIST={tmp_path / 'dist'}", cwd=ROOT)
-    wheels = {path.stem.split("-")[-1]: path for path in (tmp_path / "dist").glob("*.whl")}
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{ROOT / '.envs/uv/bin'}")  # make has brought uv before
+    done = run("make", "wheels", cwd=source)
+    wheels = {path.stem.split("-")[-1]: path for path in (source / "dist").glob("*.whl")}
     assert sorted(wheels) == ["manylinux_2_28_aarch64", "manylinux_2_28_x86_64"]
     for platform in wheels:  # as auditwheel found them: of that processor, and of an older C library
         machine = platform.removeprefix("manylinux_2_28_")
@@ -179,12 +192,12 @@ def test_a_release_has_a_wheel_for_each_platform_that_needs_no_compiler(tmp_path
     environment.use("core")
 
 
-def test_a_build_where_nothing_compiles_says_what_to_install(no_compiler, tmp_path):
+def test_a_build_where_nothing_compiles_says_what_to_install(source, no_compiler, tmp_path):
     pytest.importorskip("hatchling", reason="hatchling is not installed")
     if importlib.util.find_spec("ziglang"):
         pytest.skip("ziglang is installed, and compiles")
     command = sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path
-    done = run(*command, cwd=ROOT, check=False)
+    done = run(*command, cwd=source, check=False)
     assert done.returncode == 1
     assert (
         "no C compiler was found: install gcc or clang, or `pip install ziglang`"

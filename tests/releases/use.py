@@ -48,7 +48,7 @@ def append(path: str, first: int) -> None:
         for number in range(first, first + ROWS):
             row: dict[str, Any] = {
                 "id": number, "name": f"näme {number}", "data": bytes(number % 5),
-                "when": np.datetime64("2026-01-01", "us") + number,
+                "when": np.datetime64("2026-01-01", "us") + np.timedelta64(number, "us"),
             }  # fmt: skip
             for dtype in DTYPES:
                 row[f"scalar_{dtype}"] = numbers(dtype, (), number)[()]

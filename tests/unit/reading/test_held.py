@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, wait_until
+from helpers import face, held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, wait_until
 from plain_rows import threads as engine_threads
 from slow_pages import SlowPages, require_slow_pages
 
@@ -25,7 +25,6 @@ from arrowcache.native.threads import threads as of_process
 from arrowcache.reading import gather
 from arrowcache.reading.assembly import Memory
 from arrowcache.reading.slots import Slots
-from arrowcache.torch import Loader as TorchLoader
 
 ROWS = 96  # six segments
 
@@ -89,9 +88,11 @@ def test_ctrl_c_in_a_gather_waits_for_no_disk(cache, pages, monkeypatch):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("make", [ac.Loader, TorchLoader])
+@pytest.mark.parametrize("name", ["Loader", "torch.Loader"])
 @pytest.mark.parametrize("shuffle", ["rows", "window"])
-def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, make, shuffle):
+def test_ctrl_c_in_a_step_waits_for_no_disk(cache, pages, monkeypatch, name, shuffle):
+    make = face(name)
+
     class Slow(make):
         def _memory(self) -> Memory:
             return Memory(partial(slow, pages))

@@ -6,10 +6,10 @@ import inspect
 from dataclasses import fields
 
 import pytest
+from helpers import face
 
 import arrowcache as ac
 from arrowcache.reading.options import EpochArguments, LoaderArguments, LoaderOptions, PackedArguments
-from arrowcache.torch import CacheIterableDataset, EpochBatchSampler, Loader, dataloader, packed
 
 SPELLED_OUT = inspect.signature(ac.Loader).parameters
 OWN = {"cache", "batch_size", "device", "num_workers", "options", "source", "column", "length", "split"}
@@ -25,31 +25,34 @@ def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
 
 
 @pytest.mark.parametrize(
-    ("face", "arguments"),
+    ("name", "arguments"),
     [
-        (Loader, LoaderArguments),
-        (EpochBatchSampler, EpochArguments),
-        (CacheIterableDataset, EpochArguments),
-        (dataloader, EpochArguments),
-        (packed, PackedArguments),
+        ("torch.Loader", LoaderArguments),
+        ("torch.EpochBatchSampler", EpochArguments),
+        ("torch.CacheIterableDataset", EpochArguments),
+        ("torch.dataloader", EpochArguments),
+        ("torch.packed", PackedArguments),
     ],
 )
-def test_a_face_shows_each_argument_with_the_default_of_the_loader(face, arguments):
-    shown = inspect.signature(face).parameters
+def test_a_face_shows_each_argument_with_the_default_of_the_loader(name, arguments):
+    shown = inspect.signature(face(name)).parameters
     assert {*arguments.__annotations__} <= {*shown}
-    for name in {*shown} - OWN:
-        assert shown[name].default == SPELLED_OUT[name].default
+    for argument in {*shown} - OWN:
+        assert shown[argument].default == SPELLED_OUT[argument].default
 
 
-@pytest.mark.parametrize("face", [ac.Loader, Loader, EpochBatchSampler, CacheIterableDataset])
-def test_a_face_refuses_an_argument_that_there_is_not(face, tmp_path):
+FACES = ["Loader", "torch.Loader", "torch.EpochBatchSampler", "torch.CacheIterableDataset"]
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_face_refuses_an_argument_that_there_is_not(name, tmp_path):
     cache = ac.Cache.create(tmp_path / "cache", {"id": ac.Tensor("int64")}, "8MiB", segment_bytes="1MiB")
     with pytest.raises(TypeError, match="shufle"):
-        face(cache, 8, shufle="rows")
+        face(name)(cache, 8, shufle="rows")
 
 
-@pytest.mark.parametrize("face", [ac.Loader, Loader, EpochBatchSampler, CacheIterableDataset])
-def test_rows_that_the_cache_can_never_hold_are_refused_and_not_waited_for(face, tmp_path):
+@pytest.mark.parametrize("name", FACES)
+def test_rows_that_the_cache_can_never_hold_are_refused_and_not_waited_for(name, tmp_path):
     cache = ac.Cache.create(tmp_path / "cache", {"id": ac.Tensor("int64")}, "8MiB", segment_bytes="1MiB")
     with pytest.raises(ValueError, match=r"wait_rows=2000000 take 15\.3 MiB or more, and the capacity is 8"):
-        next(iter(face(cache, 8, wait_rows=2_000_000)))
+        next(iter(face(name)(cache, 8, wait_rows=2_000_000)))

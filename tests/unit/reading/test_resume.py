@@ -21,7 +21,6 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading.plan import Plan
-from arrowcache.torch import Loader as TorchLoader
 
 SHUFFLES = ["rows", "window", "blocks", None]
 ROWS = 57  # three segments of 16 and one of 9
@@ -158,7 +157,9 @@ def test_a_loaded_state_is_what_state_dict_returns_until_the_next_for(cache):
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_an_iterator_that_is_dropped_before_its_first_batch_began_no_epoch(cache, device):
+def test_an_iterator_that_is_dropped_before_its_first_batch_began_no_epoch(cache, torch, device):
+    from arrowcache.torch import Loader as TorchLoader
+
     with TorchLoader(cache, 7, seed=3, device=device) as loader:
         rows = ids_of(loader)
         iter(loader).close()

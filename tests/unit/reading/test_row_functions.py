@@ -54,7 +54,7 @@ def kinds(tmp_path):
                 wave=number * 1j,
                 name=f"n{number}",
                 raw=bytes([number]),
-                at=np.datetime64("2026-01-01") + number,
+                at=np.datetime64("2026-01-01") + np.timedelta64(number, "D"),
                 image=np.zeros(2, np.float32),
                 tokens=np.arange(number, dtype=np.int32),
             )

@@ -125,18 +125,25 @@ def test_keeping_every_label_keeps_no_image():
     assert slots.allocated_bytes <= 60 * LABEL_BYTES + 3 * IMAGE_BYTES
 
 
-def test_any_view_keeps_the_memory_whatever_it_was_made_through():
-    import torch
+def torch_tensor(array):
+    return pytest.importorskip("torch", reason="PyTorch is not installed").from_numpy(array)
 
+
+@pytest.mark.parametrize(
+    "makers",
+    [
+        [
+            lambda a: a[2:3],
+            lambda a: a.reshape(-1).view(np.uint8),
+            lambda a: memoryview(a),
+            lambda a: np.frombuffer(a.data, np.float32),
+        ],
+        [lambda a: torch_tensor(a)[1], lambda a: np.asarray(torch_tensor(a).view(-1))],
+    ],
+    ids=["NumPy", "PyTorch"],
+)
+def test_any_view_keeps_the_memory_whatever_it_was_made_through(makers):
     slots = make()
-    makers = [
-        lambda a: a[2:3],
-        lambda a: a.reshape(-1).view(np.uint8),
-        lambda a: memoryview(a),
-        lambda a: torch.from_numpy(a)[1],
-        lambda a: np.asarray(torch.from_numpy(a).view(-1)),
-        lambda a: np.frombuffer(a.data, np.float32),
-    ]
     kept = [maker(fill(slots, 7)["image"]) for maker in makers]
     for number in range(30):
         fill(slots, 100 + number)

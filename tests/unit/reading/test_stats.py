@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, make_cache, publish, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, face, make_cache, publish, segment_files, wait_until
 from markup import seen
 
 import arrowcache as ac
@@ -22,7 +22,6 @@ from arrowcache.reading import stats as stats_module
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.reading.temperature import Temperature
-from arrowcache.torch import Loader as TorchLoader
 
 ROW_BYTES = 8 + 1024
 KIB, MIB = 1 << 10, 1 << 20
@@ -467,16 +466,16 @@ def test_a_loader_whose_consumer_is_busy_blames_the_consumer(cache, workers, clo
     assert stats.bottleneck == "consumer"
 
 
-@pytest.mark.parametrize("make", [Loader, TorchLoader])
+@pytest.mark.parametrize("name", ["Loader", "torch.Loader"])
 @pytest.mark.parametrize("shuffle", ["rows", "window", "blocks", None])
-def test_ages_count_from_publication_to_delivery(tmp_path, make, shuffle):
+def test_ages_count_from_publication_to_delivery(tmp_path, name, shuffle):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 4)
     now = time.time()
     for number, path in enumerate(segment_files(cache)):
         os.utime(path, (now, now - 1000.0 * (number + 1)))
     cache = ac.Cache.open(cache.path)  # which has not seen their times yet
-    with make(cache, 8, shuffle=shuffle, with_ids=True) as loader:
+    with face(name)(cache, 8, shuffle=shuffle, with_ids=True) as loader:
         batches = list(loader)
         stats = loader.stats()
     ages = np.concatenate([np.asarray(batch["_age_seconds"]) for batch in batches])

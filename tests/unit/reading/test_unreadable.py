@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ids_of, mapped_seqs, segment_files, seqs
+from helpers import face, ids_of, mapped_seqs, segment_files, seqs
 from mixed_rows import DAMAGED, FIXED, OTHERS, ROWS, SEGMENT_ROWS, VARIABLE, WHOLE, mixed_cache
 
 import arrowcache as ac
 from arrowcache.reading import mapped
-from arrowcache.torch import Loader as TorchLoader
-from arrowcache.torch import dataloader
 
 KINDS = pytest.mark.parametrize("columns", [FIXED, VARIABLE], ids=["fixed", "variable"])
 
@@ -119,34 +117,34 @@ def check_next_epochs(loader: Any, name: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("name", "options"),
     [
-        (ac.Loader, {"shuffle": "rows"}), (TorchLoader, {"shuffle": "rows"}),
-        (ac.Loader, {"shuffle": "window"}), (TorchLoader, {"shuffle": "window"}),  # the others give views
-        (ac.Loader, {"workers": 2, "worker_type": "thread", "transform": dict}),
-        (ac.Loader, {"workers": 2, "worker_type": "process", "transform": dict}),
+        ("Loader", {"shuffle": "rows"}), ("torch.Loader", {"shuffle": "rows"}),
+        ("Loader", {"shuffle": "window"}), ("torch.Loader", {"shuffle": "window"}),  # the others give views
+        ("Loader", {"workers": 2, "worker_type": "thread", "transform": dict}),
+        ("Loader", {"workers": 2, "worker_type": "process", "transform": dict}),
     ],
     ids=["rows", "torch, rows", "window", "torch, window", "threads", "processes"],
 )  # fmt: skip
 def test_a_step_that_meets_a_truncated_segment_names_it_and_the_next_epoch_goes_on(
-    cache, make, options, columns
+    cache, name, options, columns
 ):
-    with make(cache, 6, drop_last=False, prefetch=1, columns=columns, **options) as loader:
+    with face(name)(cache, 6, drop_last=False, prefetch=1, columns=columns, **options) as loader:
         epoch = iter(loader)
         next(epoch)
-        name = damage(cache, truncate)
+        damaged = damage(cache, truncate)
         # A worker process that had not opened it finds no footer.
-        with pytest.raises(ac.CorruptSegmentError, match=rf"{name}.*(its file was truncated|of 100$)"):
+        with pytest.raises(ac.CorruptSegmentError, match=rf"{damaged}.*(its file was truncated|of 100$)"):
             list(epoch)
         assert next(epoch, None) is None
-        check_next_epochs(loader, name)
+        check_next_epochs(loader, damaged)
     assert (cache.stats().leased_bytes, mapped_seqs(cache)) == (0, [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataloader_that_meets_a_truncated_segment_names_it(cache, num_workers):
-    loader = dataloader(cache, 8, num_workers=num_workers, seed=1)
+    loader = face("torch.dataloader")(cache, 8, num_workers=num_workers, seed=1)
     epoch = iter(loader)
     next(epoch)
     name = damage(cache, truncate)

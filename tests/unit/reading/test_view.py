@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from helpers import make_cache, publish, published_ids, sample, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.reading import mapped
 from arrowcache.reading import view as view_module
-from arrowcache.torch import Loader as TorchLoader
 
 ROWS = 96  # six segments
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -163,7 +161,9 @@ def test_a_view_keeps_its_segment_mapped_and_leased_and_no_older_one(cache):
 
 
 @pytest.mark.parametrize("shuffle", ["blocks", None])
-def test_a_tensor_of_a_kept_slice_keeps_what_it_needs_alone(cache, shuffle):
+def test_a_tensor_of_a_kept_slice_keeps_what_it_needs_alone(cache, shuffle, torch):
+    from arrowcache.torch import Loader as TorchLoader
+
     with TorchLoader(cache, 8, shuffle=shuffle) as loader:
         batches = list(loader)
     kept = [batch["image"][1, 3] for batch in batches]

@@ -167,7 +167,8 @@ class Counting(ProcessPoolExecutor):
     """Counts the bytes of what it sends to its processes, each of which ends after so many tasks."""
 
     def __init__(self, workers: int, tasks: int | None = None) -> None:
-        super().__init__(workers, mp_context=get_context("forkserver"), max_tasks_per_child=tasks)
+        options = {} if tasks is None else {"max_tasks_per_child": tasks}
+        super().__init__(workers, mp_context=get_context("forkserver"), **options)
         self.nbytes: list[int] = []
 
     def submit(self, function, /, *arguments, **options):
@@ -197,6 +198,7 @@ def test_a_sampler_travels_about_once_a_worker_and_its_tasks_are_small(cache):
     assert tasks(cache) == {number: expected(number) for number in range(20)}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="ProcessPoolExecutor has no max_tasks_per_child")
 def test_a_worker_that_begins_later_asks_for_the_sampler(cache):
     """The tasks before leave nothing to processes that begin after them."""
     with Counting(1, tasks=4) as executor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +59,7 @@ def test_settings_that_did_not_change_are_not_parsed_again(folder):
 
 def test_a_part_that_is_discarded_has_no_bytes_any_more_when_its_name_goes(folder, monkeypatch):
     """It had, until it was closed: meanwhile another writer filled the disk beyond the capacity."""
-    part, unlink, bytes_then = folder.new_part(), os.unlink, []
+    part, unlink, bytes_then = folder.new_part(), Path.unlink, []
 
     def noting(path, **options):
         bytes_then.append(os.stat(path).st_blocks * 512)
@@ -67,7 +67,7 @@ def test_a_part_that_is_discarded_has_no_bytes_any_more_when_its_name_goes(folde
 
     part.claim(50_000)
     part.reserve(50_000)
-    monkeypatch.setattr(os, "unlink", noting)
+    monkeypatch.setattr(Path, "unlink", noting)
     part.discard()
     assert bytes_then == [0]
     assert os.listdir(folder.incoming) == []
@@ -343,8 +343,10 @@ def make_odd(path, kind, target):
     elif kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):  # whose paths are short
-            made.bind(path.name)
+        parent = os.open(path.parent, os.O_PATH)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{parent}/{path.name}")  # the path of a socket is short
+        os.close(parent)
     else:
         path.mkdir()
 
@@ -711,14 +713,18 @@ def test_the_longest_wait_began_when_the_oldest_sign_was_made_whose_writer_lives
         sign.discard()
 
 
-@pytest.mark.parametrize("call", ["ftruncate", "unlink"])
-def test_a_part_that_cannot_be_emptied_or_unlinked_is_let_go_of_all_the_same(folder, monkeypatch, call):
+@pytest.mark.parametrize(
+    ("owner", "call"), [(os, "ftruncate"), (Path, "unlink")], ids=["ftruncate", "unlink"]
+)
+def test_a_part_that_cannot_be_emptied_or_unlinked_is_let_go_of_all_the_same(
+    folder, monkeypatch, owner, call
+):
     def refused(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
     part = folder.new_part()
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, refused)
+        patch.setattr(Path if call == "unlink" else os, call, refused)
         part.discard()
     assert part.file.is_closed
     assert part.path.exists() == (call == "unlink")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_what_is_unlinked_counts_until_its_bytes_are_free(cache, monkeypatch, do
     What counts in its place is made without cache.lock: so a sweep may come before it is locked.
     """
     fill(cache)
-    unlink, beyond = os.unlink, []
+    unlink, beyond = Path.unlink, []
     lock, disturbed = LockFile.try_exclusive, []
 
     def locking(file):
@@ -158,7 +159,7 @@ def test_what_is_unlinked_counts_until_its_bytes_are_free(cache, monkeypatch, do
         if nbytes and status.st_nlink == 1:  # now they are being freed
             beyond.append(cache.store.folder.incoming_bytes() - nbytes)
 
-    monkeypatch.setattr(os, "unlink", unlinking)
+    monkeypatch.setattr(Path, "unlink", unlinking)
     do(cache)
     assert beyond
     assert min(beyond) >= 0
@@ -785,7 +786,7 @@ def test_what_is_being_unlinked_counts_once(tmp_path, monkeypatch):
     with make_cache(tmp_path / "cache", capacity="1MiB", segment_bytes="32KiB") as cache:
         publish(cache, 40)
         before, seen = cache.stats(), []
-        unlink = os.unlink
+        unlink = Path.unlink
 
         def unlink_and_look(path, **options):
             looks = str(path).endswith(".gone")  # else under cache.lock
@@ -793,7 +794,7 @@ def test_what_is_being_unlinked_counts_once(tmp_path, monkeypatch):
             unlink(path, **options)
             seen.extend(cache.stats() for _ in range(looks))
 
-        monkeypatch.setattr(os, "unlink", unlink_and_look)
+        monkeypatch.setattr(Path, "unlink", unlink_and_look)
         cache.evict(8 * 32768)
         assert len(seen) > 10
         assert max(stats.allocated_bytes for stats in seen) <= before.allocated_bytes

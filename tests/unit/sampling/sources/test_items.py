@@ -149,12 +149,15 @@ def test_tasks_that_were_given_up_are_drawn_by_the_next_pool(tmp_path):
                 raise OSError(f"cannot read {index}")
             return super().__getitem__(index)
 
+    says = r"(?s)cannot read (\d*7)"
+    if hasattr(OSError, "add_note"):  # Python 3.11
+        says += r".*item \1 of the dataset"
     source = Items(Broken(100))
     cache = cache_of(source, tmp_path / "cache", segment_rows=5)
     with ThreadPoolExecutor(1) as executor:
         with (
             ac.SamplerPool(cache, source, 1, executor=executor, retries=0) as pool,
-            pytest.raises(ac.SamplerError, match=r"(?s)cannot read (\d*7).*item \1 of the dataset"),
+            pytest.raises(ac.SamplerError, match=says),
         ):
             pool.wait(timeout=60)
         assert len(ids(cache)) < 100

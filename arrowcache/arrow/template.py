@@ -20,11 +20,11 @@ import pyarrow as pa
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Layout, rewrite
+from arrowcache.limits import Limits
 from arrowcache.native.maps import FileKind
 
 _MOST_TEMPLATES = 8
 _MOST_SEEN = 64
-_LARGEST_TEMPLATE_BYTES = 512 << 10  # of a larger one the offsets are most, and to be read anyway
 
 
 class Template(NamedTuple):
@@ -49,7 +49,7 @@ def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template |
         start: layout.rows * kind.row_bytes
         for start, kind in zip(layout.fixed, schema.fixed.values(), strict=True)
     }
-    if file.size - sum(values.values()) > _LARGEST_TEMPLATE_BYTES:
+    if file.size - sum(values.values()) > Limits.current.template_bytes:
         return None
     pieces, checksums = rewrite(file, schema)
     parts: list[tuple[int, bytes]] = []

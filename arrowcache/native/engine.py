@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.lifetimes import until_exit
+from arrowcache.limits import Limits
 from arrowcache.native.library import address_of, declare, library, quick
 from arrowcache.native.rows import SegmentRows
 from arrowcache.native.threads import threads
@@ -38,8 +39,6 @@ PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 _FIXED, _LENGTHS, _VALUES = range(3)
 _COPY, _ASK, _READ, _FETCH = range(4)
 _DONE = -1  # no number was out of range
-_INLINE_BYTES = 64 << 10  # fewer bytes are not worth waking a thread
-_HELD_GIL_CHUNKS = 16  # 4 MiB, copied in 0.4 ms; beside a busy thread the GIL takes 5 ms to come back
 _NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
 _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
 _WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
@@ -127,7 +126,7 @@ class Job:
         self._keep, self._address = (rows, ids, columns, got, keep), self._job.buffer_info()[0]
         self._handle = threads.handle
         self._has_ended = False
-        self._is_late = way == _COPY and nbytes <= _INLINE_BYTES
+        self._is_late = way == _COPY and nbytes <= Limits.current.inline_bytes
         if not self._is_late:
             self._submit()
 
@@ -167,7 +166,7 @@ class Job:
                 self.refused, self._has_ended = refused, True
                 return True
             self._submit()  # they are not all mapped
-        is_under_way = quick.engine_help(self._handle, self._address, _HELD_GIL_CHUNKS)
+        is_under_way = quick.engine_help(self._handle, self._address, Limits.current.held_gil_chunks)
         if is_under_way and seconds > 0:
             is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
         if not is_under_way:
@@ -190,7 +189,7 @@ class Job:
             try:
                 if threads.handle == self._handle and not self._is_late:
                     self._cancelled = self._cancelled or time.monotonic_ns()
-                    most = self._cancelled + threads.PATIENCE_NANOSECONDS - time.monotonic_ns()
+                    most = self._cancelled + _patience() - time.monotonic_ns()
                     most = max(0, most) if seconds is None else int(seconds * 1e9)
                     one = library if most else quick  # which does not wait, and keeps the GIL
                     if one.engine_cancel(self._handle, self._address, most):
@@ -251,15 +250,18 @@ class _UnderWay(weakref.ref[Job]):
     kept: object
 
 
+def _patience() -> int:
+    """Nanoseconds for threads that the kernel holds."""
+    return int(Limits.current.stuck_seconds * 1e9)
+
+
 def _let_go_of_lost() -> None:
     """End the jobs that died before they had ended: Ctrl-C came as a finalizer began."""
     while _lost:
         lost = _lost.popleft()
         if _under_way.get(lost.address) is lost:
             is_ours = lost.handle == threads.handle  # else a forked child has inherited it
-            if not (
-                is_ours and library.engine_cancel(lost.handle, lost.address, threads.PATIENCE_NANOSECONDS)
-            ):
+            if not (is_ours and library.engine_cancel(lost.handle, lost.address, _patience())):
                 del _under_way[lost.address]
 
 
@@ -358,7 +360,7 @@ def copy_now(rows: SegmentRows, ids: NDArray[np.int64], columns: CopiedColumns) 
     Returns: `refused` and `missed` of a `Job`, or None if nothing was done: rows are too many, or some are
         not mapped.
     """
-    if len(ids) * columns.row_bytes > _INLINE_BYTES:
+    if len(ids) * columns.row_bytes > Limits.current.inline_bytes:
         return None
     words = _FIXED, _COPY, rows.address, address_of(ids), len(ids), columns.address, columns.count
     job = array("q", (*words, *_NOTHING, *_BEGUN))

@@ -16,6 +16,7 @@ import warnings
 from contextlib import suppress
 
 from arrowcache.lifetimes import at_exit, at_fork
+from arrowcache.limits import Limits
 from arrowcache.native.library import declare, library
 
 
@@ -25,8 +26,6 @@ class Threads:
     `handle` is the engine: another one in a forked child. `most` is the number of threads to start: fewer
     in a process that works beside others like it.
     """
-
-    PATIENCE_NANOSECONDS = 5_000_000_000  # for threads that the kernel holds
 
     def __init__(self) -> None:
         self.handle = library.engine_new()
@@ -58,7 +57,7 @@ class Threads:
         if not self.are_started:
             return True
         try:
-            return not library.engine_stop(self.handle, self.PATIENCE_NANOSECONDS)
+            return not library.engine_stop(self.handle, int(Limits.current.stuck_seconds * 1e9))
         finally:
             self.are_started = False
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish, seqs
+from helpers import limit, make_cache, publish, seqs
 
 import arrowcache as ac
 from arrowcache import explore
@@ -173,7 +173,7 @@ def test_a_drift_reads_neither_more_nor_leases_longer(tmp_path, monkeypatch):
 def test_few_of_many_values_are_drawn(tmp_path, monkeypatch):
     cache = drifting(tmp_path / "c")
     exact = drift(cache).loc["noise"]
-    monkeypatch.setattr(compare, "_DRAWN", 60)
+    limit(monkeypatch, compared_values=60)
     drawn = drift(cache).loc["noise"]
     assert drawn["first_mean"] == exact["first_mean"]
     assert drawn["ks"] != exact["ks"]

@@ -7,7 +7,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from every_type import every_type
-from helpers import EVERY_TYPE, flip_byte, ids_of, make_cache, publish, published_ids, segment_files, seqs
+from helpers import (
+    EVERY_TYPE,
+    flip_byte,
+    ids_of,
+    limit,
+    make_cache,
+    publish,
+    published_ids,
+    segment_files,
+    seqs,
+)
 
 import arrowcache as ac
 from arrowcache import explore
@@ -78,7 +88,7 @@ def test_pandas_and_duckdb_read_what_was_exported(cache, tmp_path):
 
 
 def test_large_segments_are_divided_into_row_groups(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange, "_GROUP_BYTES", 4096)
+    limit(monkeypatch, exported_bytes=4096)
     path = export_parquet(cache, tmp_path / "out")[0]
     with pq.ParquetFile(path) as file:
         assert file.num_row_groups > 4

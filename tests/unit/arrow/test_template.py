@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import EVERY_TYPE, columns_of, file_bytes, variable
+from helpers import EVERY_TYPE, columns_of, file_bytes, limit, variable
 
 import arrowcache as ac
 from arrowcache.arrow import template
@@ -167,6 +167,6 @@ def test_only_what_comes_again_is_learned_and_only_so_much_is_kept():
 def test_a_template_that_would_be_large_is_not_made(monkeypatch):
     schema = SCHEMAS["paged"]
     data = file_bytes(schema, columns_of(schema, ROWS))
-    monkeypatch.setattr(template, "_LARGEST_TEMPLATE_BYTES", 100)
+    limit(monkeypatch, template_bytes=100)
     known, _ = learned(schema, data)
     assert found(known, data, ROWS) is None

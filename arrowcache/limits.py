@@ -1,4 +1,4 @@
-"""Limits: the waits, sizes and counts that a test makes smaller, or larger, as one value.
+"""Limits: the clocks, waits, sizes and counts that a test sets, as one value.
 
 Each is read where it acts, as `Limits.current.join_seconds`, when it acts. So `Limits.current = Limits(...)`
 holds for all that this process does from then on, and for its forked children: nobody passes it on. Users
@@ -7,15 +7,21 @@ have no use for them: what they may choose is an argument.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the package waits for at most, and how much of anything it takes at a time."""
+    """Longest waits, and how much of anything is taken at a time."""
 
     current: ClassVar[Limits]
+
+    # clocks of what is counted and shown
+    clock: Callable[[], float] = time.perf_counter
+    wall_clock: Callable[[], float] = time.time
 
     # the engine
     inline_bytes: int = 64 << 10  # fewer bytes are not worth waking a thread
@@ -24,12 +30,14 @@ class Limits:
 
     # segments
     list_elements: int = 2**31 - 1  # Arrow's list offsets are int32
+    templates: int = 8  # that are kept
     template_bytes: int = 512 << 10  # of a larger one the offsets are most, and to be read anyway
     mapped_segments: int | None = None  # None: half of the mappings that the kernel allows this process
     mapped_views: int | None = None  # None: a quarter of them; the process' own threads need some
 
     # the cache's folder
     lock_warning_seconds: float = 30.0  # of waiting for room
+    number_leap: int = 1_000_000  # more segments than anybody publishes before the kernel writes the counter
     display_seconds: float = 2.0  # longest wait of a display for cache.lock
     noted_rows: int = 1 << 20  # rows whose things said are in memory
 

@@ -23,7 +23,6 @@ from arrowcache.arrow.segment import Layout, rewrite
 from arrowcache.limits import Limits
 from arrowcache.native.maps import FileKind
 
-_MOST_TEMPLATES = 8
 _MOST_SEEN = 64
 
 
@@ -106,5 +105,5 @@ class KnownLayouts:
         template = make_template(file, self._schema, layout)
         if template is not None:
             self._templates[key] = template
-            if len(self._templates) > _MOST_TEMPLATES:
+            if len(self._templates) > Limits.current.templates:
                 del self._templates[next(iter(self._templates))]

@@ -31,7 +31,7 @@ class Threads:
         self.handle = library.engine_new()
         if not self.handle:
             raise MemoryError("no memory is left for the engine")
-        self.most = _thread_count()
+        self.most = thread_count()
         self.are_started = self._is_closed = False
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._held = 0  # threads that the kernel holds, replaced by others
@@ -77,7 +77,7 @@ def _warn() -> None:
         warnings.warn(words, ResourceWarning, stacklevel=2)
 
 
-def _thread_count() -> int:
+def thread_count() -> int:
     """Return one for two processors, two for eight, four for 64; the machine's ranks share them."""
     ranks = 1
     with suppress(ValueError):

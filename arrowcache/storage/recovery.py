@@ -26,6 +26,7 @@ from typing import Protocol
 from arrowcache import linux
 from arrowcache.arrow.notation import difference
 from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError, warn
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.folder import Folder, require_right
@@ -37,7 +38,6 @@ from arrowcache.storage.store import Store
 CHECKS = ("structure", "bytes")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _STICKY = "its sticky bit lets nobody but its owner evict here: have the owner take it away (chmod -R -t)"
-_LEAP = 1_000_000  # more segments than anybody publishes before the kernel writes the counter to the disk
 
 
 class HasStore(Protocol):
@@ -229,7 +229,7 @@ def recover(store: Store) -> None:
         highest = max((layout.parse_segment_name(name) or (-1,))[0] for name in [*names, ""])
         next_seq, suspect = max(record.next_seq, highest + 1), record.suspect_below
         if record.boot_id != boot:
-            next_seq = suspect = min(next_seq + _LEAP, layout.MOST_SEQ)
+            next_seq = suspect = min(next_seq + Limits.current.number_leap, layout.MOST_SEQ)
             store.evict_beyond_capacity()
         if (next_seq, suspect, boot) != (record.next_seq, record.suspect_below, record.boot_id):
             folder.write_record(layout.LockRecord(next_seq, suspect, boot))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import types
 import weakref
 
 import numpy as np
@@ -24,9 +23,8 @@ from fake_device import FakeDevice, Stream
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.linux import PAGE_BYTES
-from arrowcache.reading import stats as loader_stats
 from arrowcache.reading.memory import SharedMemory
-from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, registered, tensors
+from arrowcache.torch import DevicePrefetcher, Loader, deferred, registered, tensors
 
 MIB = 1 << 20
 
@@ -34,12 +32,7 @@ MIB = 1 << 20
 @pytest.fixture
 def clock(fake, monkeypatch):
     """Time passes only where a processor waits for the fake device."""
-    times = types.SimpleNamespace(
-        perf_counter=lambda: fake.clock, monotonic=lambda: fake.clock, time=lambda: fake.clock
-    )
-    monkeypatch.setattr(iteration, "time", times)
-    monkeypatch.setattr(lane, "time", times)
-    monkeypatch.setattr(loader_stats, "time", times)
+    limit(monkeypatch, clock=lambda: fake.clock, wall_clock=lambda: fake.clock)
     return fake
 
 

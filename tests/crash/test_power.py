@@ -26,7 +26,7 @@ from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import linux
-from arrowcache.storage import recovery
+from arrowcache.limits import Limits
 from arrowcache.storage.folder import Folder, PartFile
 from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.store import Store
@@ -283,7 +283,7 @@ MISSING: dict[str, tuple[bool, object, str, Any, str]] = {
     "the parents' sync": (True, Folder, "sync_folder", below_the_cache, "no cache here"),
     "the quarantine's sync": (True, Folder, "sync_isolated", nothing, "and back"),
     "the tasks' sync": (True, Folder, "sync_tasks", nothing, "second time"),
-    "the leap of numbers": (True, recovery, "_LEAP", 0, "given out twice"),
+    "the leap of numbers": (True, Limits, "current", Limits(number_leap=0), "given out twice"),
     "the check after a restart": (False, Store, "suspect_below", lambda self: 0, "wrong row"),
 }  # fmt: skip
 

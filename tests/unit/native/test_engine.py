@@ -30,7 +30,7 @@ from arrowcache.limits import Limits
 from arrowcache.native import engine, library
 from arrowcache.native.engine import CopiedColumn, Job, copy_values, fetch_rows, find_values
 from arrowcache.native.rows import SegmentRows
-from arrowcache.native.threads import _thread_count
+from arrowcache.native.threads import thread_count
 from arrowcache.native.threads import threads as of_process
 
 SMALL = 4  # rows: their copy is late
@@ -663,7 +663,7 @@ def test_without_threads_the_caller_does_all_by_itself(no_threads, reads):
 def test_threads_are_few_and_shared_among_ranks(monkeypatch, processors, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert _thread_count() == threads
+    assert thread_count() == threads
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["copies", "reads"])

@@ -124,7 +124,7 @@ def copies(monkeypatch):
     def noted(call):
         def begin(*job):
             kind = ctypes.c_int64.from_address(job[-1]).value
-            begun.update([job[-1]] if kind == engine._VALUES else [])
+            begun.update([job[-1]] if kind == engine.VALUES else [])
             return call(*job)
 
         return begin

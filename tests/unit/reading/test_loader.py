@@ -288,7 +288,7 @@ def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monk
 
     def noted(call):
         def begin(*job):
-            if ctypes.c_int64.from_address(job[-1]).value == engine._LENGTHS:  # of which each batch has one
+            if ctypes.c_int64.from_address(job[-1]).value == engine.LENGTHS:  # of which each batch has one
                 begun.append(1)
             return call(*job)
 

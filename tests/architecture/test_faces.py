@@ -8,6 +8,7 @@ test sets it by `helpers.limit`, a script by `Limits.current = Limits(...)`.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
 import textwrap
@@ -15,6 +16,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from arrowcache.limits import Limits
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "arrowcache"
@@ -197,29 +200,75 @@ def test_the_list_of_those_that_still_do_is_no_longer_than_needed():
 
 
 def test_what_is_looked_for_is_found():
+    name = min(privates())
     for text in (
-        "from arrowcache.native.threads import _warn",
-        "threads._warn()",
-        "mapped._HALF",
-        "monkeypatch.setattr(mapped, '_HALF', 0)",
-        "monkeypatch.setattr('arrowcache.reading.mapped._HALF', 0)",
-        "patch.object(mapped, '_HALF', 0)",
-        "MISSING = {'half': (mapped, '_HALF')}",
+        "from arrowcache.native.threads import NAME",
+        "threads.NAME()",
+        "mapped.NAME",
+        "monkeypatch.setattr(mapped, 'NAME', 0)",
+        "monkeypatch.setattr('arrowcache.reading.mapped.NAME', 0)",
+        "patch.object(mapped, 'NAME', 0)",
+        "MISSING = {'half': (mapped, 'NAME')}",
         "monkeypatch.setattr(plan, 'MOST_ROWS', 0)",
         "monkeypatch.setattr(Stream, 'take', take)",
-        'SCRIPT = """\nfrom arrowcache.reading import mapped\nmapped._HALF = 0"""',
+        'SCRIPT = """\nfrom arrowcache.reading import mapped\nmapped.NAME = 0"""',
         'SCRIPT = f"""\n    from arrowcache.reading import mapped\n    mapped.MOST = {most}"""',
     ):
-        assert offenders(ast.parse(text)), text
+        assert offenders(ast.parse(text.replace("NAME", name))), text
     for text in (
         "monkeypatch.setattr(os, 'link', link)",
         "monkeypatch.setattr(Limits, 'current', Limits())",
         "from benchmarks import figures\nmonkeypatch.setattr(figures, 'STEPS', 0)",
         'SCRIPT = """\nfrom arrowcache.limits import Limits\nLimits.current = Limits(join_seconds=0)"""',
-        "class A:\n    def _warn(self): ...\nA()._warn()",
-        "text = 'a sentence of _HALF a cache'",
+        "class A:\n    def NAME(self): ...\nA().NAME()",
+        "text = 'a sentence of NAME a cache'",
     ):
-        assert not offenders(ast.parse(text)), text
+        assert not offenders(ast.parse(text.replace("NAME", name))), text
+
+
+def read_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run as a module is imported: defaults of arguments and decorators are among these."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            parts = [*child.args.defaults, *filter(None, child.args.kw_defaults)]
+            parts += [] if isinstance(child, ast.Lambda) else child.decorator_list
+            for part in parts:
+                yield from ast.walk(part)
+        else:
+            yield child
+            yield from read_at_import(child)
+
+
+def test_limits_are_read_when_they_act_and_the_package_sets_none():
+    """One that is read at import, or kept in a default, could not be set any more."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        early = {id(node) for node in read_at_import(tree)}
+        found += [
+            f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "Limits.current"
+            if path.name != "limits.py" and (id(node) in early or not isinstance(node.ctx, ast.Load))
+        ]
+    assert found == []
+
+
+def test_each_limit_is_read_and_is_set_by_a_test():
+    """Else it is a constant of its module."""
+    limits = {field.name for field in dataclasses.fields(Limits)}
+    read = re.findall(r"Limits\.current\.(\w+)", "".join(p.read_text() for p in PACKAGE.rglob("*.py")))
+    given = {
+        keyword.arg
+        for path in TESTS.rglob("*.py")
+        for tree in [ast.parse(path.read_text())]
+        for each in (tree, *scripts(tree))
+        for node in ast.walk(each)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("limit", "Limits")
+        for keyword in node.keywords
+    }
+    assert limits - {*read} == set()
+    assert limits - given == set()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ jax := .[test] jax
 oldest := .[demo,test] tensorflow-cpu tensorflow-io
 wheels := hatchling ziglang auditwheel
 docs := mkdocs-material mkdocstrings-python ruff
-mutants := .[test] cosmic-ray torch
+mutants := .[sources,test] cosmic-ray pillow torch
 uv := uv
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb

@@ -155,10 +155,11 @@ def drawn(files: list[str], count: int, seed: int) -> list[Mutant]:
     codes = {file: (ROOT / "arrowcache" / file).read_text() for file in files}
     for file, code in codes.items():
         tree = get_ast(code)
+        nodes = [*ast_nodes(tree)]
         for kind, operator in operators.items():
             if operator.arguments() or IDENTITY.search(kind):
                 continue
-            found = [place[0] for node in ast_nodes(tree) for place in operator().mutation_positions(node)]
+            found = [place[0] for node in nodes for place in operator().mutation_positions(node)]
             for number, place in enumerate(found):
                 if is_behavior(tree.get_leaf_for_position(place), kind):
                     places.setdefault((file, place), []).append((kind, number))
@@ -221,8 +222,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as threads:
         for number in range(options.jobs):
             copy = Path(folder, str(number))
-            for name in ("arrowcache", "tests"):
-                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            for name in ("arrowcache", "tests", "benchmarks"):  # of which tests share some
+                without = shutil.ignore_patterns("__pycache__", "results")
+                shutil.copytree(ROOT / name, copy / name, ignore=without)
             shutil.copy(ROOT / "pyproject.toml", copy)
             copies.put(copy)
         for mark, killed in (("not slow", "killed"), ("slow", "slowly")):

@@ -21,7 +21,7 @@ General layout, from top to bottom; an import only points down:
     display.py               how values show themselves, as text and as HTML
     os_errors.py, errors.py  advice where the kernel refuses; the exception tree
     cgroup.py, linux.py      the memory and processors there are; the kernel's calls
-    units.py                 sizes, times and counts as people write them
+    units.py, limits.py      sizes, times and counts as people write them, and as they are bounded
 
 sampling and reading meet in storage and nowhere else.
 

@@ -15,6 +15,7 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
 from arrowcache.lifetimes import Closable
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import verification
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     import pyarrow.dataset
 
 _INSTEAD = instead("check", say="give it to Cache.open, as each process opens the cache for itself")
-_LOOK_SECONDS = 2.0  # longest wait of a display for cache.lock
 
 
 class Cache(Shown, Closable):
@@ -319,7 +319,7 @@ class Cache(Shown, Closable):
         try:
             store = self.store
             store.segments()  # new files are looked at without cache.lock
-            stats, segments, _ = store.survey(_LOOK_SECONDS)
+            stats, segments, _ = store.survey(Limits.current.display_seconds)
             shown = [
                 *overview(stats, segments, self._looks),
                 *marked_rows(store, segments),

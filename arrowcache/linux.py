@@ -23,6 +23,7 @@ import resource
 import signal
 import struct
 import sys
+from pathlib import Path
 
 PAGE_BYTES = mmap.PAGESIZE  # of memory
 MAP_FIXED, MAP_NORESERVE = 0x10, getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -212,6 +213,11 @@ def most_mappings() -> int:
     """Return the number of mappings that the kernel allows; beyond it the process' threads fail to start."""
     with open("/proc/sys/vm/max_map_count") as file:
         return int(file.read())
+
+
+def boot_id() -> str:
+    """Return what identifies this run of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def left_bytes(kind: int) -> int | None:

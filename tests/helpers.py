@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ import pyarrow as pa
 
 import arrowcache as ac
 from arrowcache.arrow.segment import Column, VariableColumn, encode
+from arrowcache.limits import Limits
 from arrowcache.storage.counters import Readout, parse_counters
 from arrowcache.storage.page import read_page
 
@@ -131,6 +134,27 @@ def held_by_another_thread(*things: object) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
+
+
+def limit(patch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Have other limits in this process, and in its forked children, until the patch is undone.
+
+    In the text of a script: `Limits.current = Limits(mapped_segments=2)`.
+    """
+    patch.setattr(Limits, "current", dataclasses.replace(Limits.current, **changed))
+
+
+def worker_processes_run(patch: pytest.MonkeyPatch, code: str, *, instead: bool = False) -> None:
+    """Have processes that are started from now on run some Python first, or nothing but that."""
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, command: list[str], **options: Any) -> None:
+            command = [*command]
+            if "arrowcache.process" in (command[place := command.index("-c") + 1]):
+                command[place] = code if instead else code + command[place]
+            super().__init__(command, **options)
+
+    patch.setattr(subprocess, "Popen", Popen)
 
 
 def make_cache(path: Path, schema: ac.Schema = ROW, **options: Any) -> ac.Cache:

@@ -1,7 +1,7 @@
 """Mutation testing: `make mutants`. Does a test fail when the code is wrong?
 
 Each mutant is one small change of one file, of cosmic-ray's kinds or a call left out, in a copy of the
-package. The unit tests of that file run on it, up to the first that fails; those marked slow only where the
+package. The tests of that file run on it, up to the first that fails; those marked slow only where the
 quick ones notice nothing. A mutant that fails none survives: a test is missing, or the change makes no
 difference. Of one place in the code at most one mutant is drawn.
 
@@ -37,11 +37,13 @@ from cosmic_ray.plugins import get_operator, operator_names
 from cosmic_ray.testing import run_tests
 
 ROOT = Path(__file__).parents[1]
-READING = "mapped membership order plan portion ranks segment_arrays shuffle snapshot supply"
-FILES = [f"reading/{name}.py" for name in READING.split()]
-FILES += sorted(f"storage/{path.name}" for path in ROOT.glob("arrowcache/storage/[!_]*.py"))
+READING = "gather mapped membership order plan portion ranks segment_arrays shuffle slots snapshot stream"
+FILES = [f"reading/{name}.py" for name in f"{READING} supply".split()]
+for folder in ("storage", "torch", "sampling", "sampling/sources"):
+    FILES += sorted(f"{folder}/{path.name}" for path in ROOT.glob(f"arrowcache/{folder}/[!_]*.py"))
 FORKS = "../fork/test_inherited.py"
-TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
+TESTS = {  # where it is not folder/test_x.py alone that tests folder/x.py
+    "storage/annotations.py": "storage/test_notes.py reading/test_weights.py",
     "storage/cache_lock.py": "storage/test_store.py",
     "storage/counters.py": "reading/test_counter_page.py reading/test_stats.py",
     "storage/folder.py": "storage/test_folder.py storage/test_store.py",
@@ -50,6 +52,7 @@ TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "storage/lease.py": f"storage/test_lease.py storage/test_store.py {FORKS}",
     "storage/locks.py": f"storage/test_locks.py {FORKS}",
     "storage/mapping.py": f"storage/test_mapping.py reading/test_unreadable.py {FORKS}",
+    "storage/open_tasks.py": "sampling/sources/test_items.py",
     "storage/page.py": f"storage/test_progress.py reading/test_counter_page.py {FORKS}",
     "storage/progress.py": f"storage/test_progress.py {FORKS}",
     "storage/recovery.py": "storage/test_recovery.py test_cache.py",
@@ -58,6 +61,7 @@ TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "storage/test_writer.py reading/test_pacing.py",
     "storage/writer.py": f"storage/test_writer.py {FORKS}",
     "storage/verification.py": "storage/test_verification.py reading/test_unreadable.py",
+    "reading/gather.py": "reading/test_gather.py reading/test_disk_reads.py reading/test_snapshot.py",
     "reading/mapped.py": f"reading/test_mapped.py {FORKS}",
     "reading/membership.py": "reading/test_ranks.py reading/test_loader_ranks.py",
     "reading/order.py": "reading/test_order.py reading/test_plan.py reading/test_resumed_steps.py",
@@ -65,9 +69,39 @@ TESTS = {  # where it is not storage/test_x.py alone that tests storage/x.py
     "reading/portion.py": "reading/test_seams.py reading/test_stats.py reading/test_stream.py",
     "reading/ranks.py": "reading/test_ranks.py reading/test_loader_ranks.py",
     "reading/shuffle.py": "reading/test_shuffle.py reading/test_order.py",
+    "reading/slots.py": "reading/test_slots.py reading/test_worker_slots.py reading/test_gather.py",
     "reading/snapshot.py": f"reading/test_snapshot.py reading/test_view.py {FORKS}",
+    "reading/stream.py": "reading/test_stream.py reading/test_seams.py reading/test_ends.py "
+    "reading/test_repeat.py reading/test_stats.py",
     "reading/supply.py": "reading/test_epoch.py reading/test_patience.py reading/test_stats.py",
 }
+OF_TESTS = {  # of several files each: those of tests/adapters/test_torch_x.py, and of tests/unit/sampling
+    "backend transfers": "torch/backend torch/deferred torch/device torch/iteration torch/lane torch/plan "
+    "torch/registered torch/structure",
+    "cached": "torch/cached_dataset",
+    "cached_loader": "torch/cached_epoch torch/cached_loader torch/makers",
+    "cached_items": "torch/codecs torch/collation torch/images torch/leaves",
+    "dataset": "torch/batch_sampler torch/dataset torch/descriptor torch/parent_watch torch/snapshots",
+    "iterable": "torch/epoch_counter torch/iterable",
+    "loader loader_device": "torch/delivery torch/distributed torch/loader torch/tensors",
+    "packed": "torch/packed_loader",
+    "transport dataset": "torch/transport",
+    "pool": "sampling/dispatcher sampling/executors sampling/options sampling/pool sampling/workers",
+    "task": "sampling/rows sampling/task",
+    "sources/items": "sampling/sources/items",
+    "sources/mix_and_map": "sampling/sources/choice sampling/sources/map sampling/sources/mix "
+    "sampling/sources/source",
+    "sources/parquet": "sampling/sources/parquet",
+    "sources/shards": "sampling/sources/shards",
+    "sources/store": "sampling/sources/handles sampling/sources/object_store sampling/sources/retries",
+    "sources/windows": "sampling/sources/arrays sampling/sources/hdf5 sampling/sources/windows "
+    "sampling/sources/zarr3",
+}
+for names, files in OF_TESTS.items():
+    for file in files.split():
+        place = "../adapters/test_torch_" if file.startswith("torch/") else "sampling/test_"
+        tests = (f"{place}{name}.py" for name in names.split())
+        TESTS[f"{file}.py"] = " ".join(tests).replace("test_sources/", "sources/test_")
 PYTEST = "-m pytest -qx --timeout 60 --hypothesis-seed 0 -p no:cacheprovider -p no:xdist"
 # Identity in place of a value, or the reverse.
 IDENTITY = re.compile(r"_(Is|IsNot)_(?!Is)|(?<!Is)(?<!IsNot)_(Is|IsNot)$")
@@ -121,10 +155,11 @@ def drawn(files: list[str], count: int, seed: int) -> list[Mutant]:
     codes = {file: (ROOT / "arrowcache" / file).read_text() for file in files}
     for file, code in codes.items():
         tree = get_ast(code)
+        nodes = [*ast_nodes(tree)]
         for kind, operator in operators.items():
             if operator.arguments() or IDENTITY.search(kind):
                 continue
-            found = [place[0] for node in ast_nodes(tree) for place in operator().mutation_positions(node)]
+            found = [place[0] for node in nodes for place in operator().mutation_positions(node)]
             for number, place in enumerate(found):
                 if is_behavior(tree.get_leaf_for_position(place), kind):
                     places.setdefault((file, place), []).append((kind, number))
@@ -187,8 +222,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as threads:
         for number in range(options.jobs):
             copy = Path(folder, str(number))
-            for name in ("arrowcache", "tests"):
-                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            for name in ("arrowcache", "tests", "benchmarks"):  # of which tests share some
+                without = shutil.ignore_patterns("__pycache__", "results")
+                shutil.copytree(ROOT / name, copy / name, ignore=without)
             shutil.copy(ROOT / "pyproject.toml", copy)
             copies.put(copy)
         for mark, killed in (("not slow", "killed"), ("slow", "slowly")):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow import convert, segment
 from arrowcache.arrow.segment import Column, EncodedSegment, Form, VariableColumn
 from arrowcache.errors import SchemaError
+from arrowcache.limits import Limits
 from arrowcache.units import format_bytes
 
 #: Ways out for a row that is larger than a segment.
@@ -120,10 +121,10 @@ class SegmentBuilder:
             sizes += np.fromiter((data.nbytes for data, _ in values), np.int64, len(values))
         rows = ConvertedRows(len(sizes), fixed, variable, sizes)
         widest = int(sizes.max(initial=0))
-        if widest > segment.MAX_ELEMENTS:
+        if widest > Limits.current.list_elements:
             raise RowTooLargeError(
                 f"a row has {format_bytes(widest)} of variable length, and Arrow's offsets end at "
-                f"{format_bytes(segment.MAX_ELEMENTS)}: split it"
+                f"{format_bytes(Limits.current.list_elements)}: split it"
             )
         largest = self._empty_bytes + self._row_bytes + widest
         if largest > self.form.segment_bytes:
@@ -143,7 +144,8 @@ class SegmentBuilder:
             variable_bytes = sum(used.values())
             added = np.cumsum(rows.variable_bytes[start : start + count])
             needed = added + self._row_bytes * np.arange(1, count + 1)
-            fits = (needed <= room - variable_bytes) & (added <= segment.MAX_ELEMENTS - variable_bytes)
+            most = Limits.current.list_elements
+            fits = (needed <= room - variable_bytes) & (added <= most - variable_bytes)
             is_first = self.rows == 0 and count > 0  # `convert` saw to it that any one row fits a segment
             count = max(int(np.count_nonzero(fits)), int(is_first))  # sizes only rise
         stop = self.rows + count

@@ -40,10 +40,10 @@ from arrowcache.arrow.arrangement import (
 from arrowcache.arrow.header import footer_start, require_plain, spread
 from arrowcache.arrow.schema import FixedType, Ragged, Schema, Tensor, VariableType
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.limits import Limits
 
 CHECKSUM_KEY = b"arrowcache.xxh3"
 PADDING_KEY = b"arrowcache.padding"
-MAX_ELEMENTS = 2**31 - 1  # Arrow's list offsets are int32
 _MAGIC = b"ARROW1"
 _OFFSETS_A_PIECE = 1 << 16
 _END_OF_BATCHES_BYTES = 8  # what Arrow writes between the last record batch and the footer
@@ -161,7 +161,7 @@ def max_rows(schema: Schema, segment_bytes: int, *, paged: bool = False) -> int:
     """Rows without variable-length data that fit into a segment. 0 if not even one does."""
     rows = (segment_bytes - _bytes_of_no_row(schema, paged)) // row_bytes(schema)
     widest = max((kind.elements for kind in schema.fixed.values() if kind.is_list), default=1)
-    return max(0, min(rows, MAX_ELEMENTS // widest))
+    return max(0, min(rows, Limits.current.list_elements // widest))
 
 
 def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:

@@ -20,11 +20,10 @@ import pyarrow as pa
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Layout, rewrite
+from arrowcache.limits import Limits
 from arrowcache.native.maps import FileKind
 
-_MOST_TEMPLATES = 8
 _MOST_SEEN = 64
-_LARGEST_TEMPLATE_BYTES = 512 << 10  # of a larger one the offsets are most, and to be read anyway
 
 
 class Template(NamedTuple):
@@ -49,7 +48,7 @@ def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template |
         start: layout.rows * kind.row_bytes
         for start, kind in zip(layout.fixed, schema.fixed.values(), strict=True)
     }
-    if file.size - sum(values.values()) > _LARGEST_TEMPLATE_BYTES:
+    if file.size - sum(values.values()) > Limits.current.template_bytes:
         return None
     pieces, checksums = rewrite(file, schema)
     parts: list[tuple[int, bytes]] = []
@@ -106,5 +105,5 @@ class KnownLayouts:
         template = make_template(file, self._schema, layout)
         if template is not None:
             self._templates[key] = template
-            if len(self._templates) > _MOST_TEMPLATES:
+            if len(self._templates) > Limits.current.templates:
                 del self._templates[next(iter(self._templates))]

@@ -18,18 +18,17 @@ from arrowcache.explore.numbers import numbers, real, require_column
 from arrowcache.explore.pictures import FILES, NO_IMAGE, channel_axis
 from arrowcache.explore.summary import Summary, summarize
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
+from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
 from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
-_DRAWN = 200_000  # values of a column, from the oldest and from the newest segments each
 _BINS = 10
 _WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
 _ROWS, _COLUMNS = 8, 9
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue, as in Pillow's "L"
-_PIECE = 1 << 21  # numbers at a time
 
 
 @keeps_nothing
@@ -152,7 +151,7 @@ def hashes_of(column: pa.Array, kind: FieldType) -> tuple[NDArray[np.uint64], ND
         found = [_file_hash(value.as_buffer()) for value in column]
         return np.array([hash_ or 0 for hash_ in found], np.uint64), np.array([h is not None for h in found])
     flat, size = numbers(column, kind), math.prod(kind.shape)
-    rows = max(1, _PIECE // size)
+    rows = max(1, Limits.current.hashed_numbers // size)
     parts = []
     with np.errstate(all="ignore"):  # whatever the numbers are
         for start in range(0, len(column), rows):
@@ -261,10 +260,10 @@ def drift(
         oldest, newest = frozenset(seqs[:count]), frozenset(seqs[-count:])
         with Snapshot.take(store, lambda segment: segment.seq in oldest) as part:
             snapshot.release_oldest(len(seqs) - count)  # `part` has the oldest, and moves on
-            first = summarize(part, wanted, "oldest segments", progress, _DRAWN)
+            first = summarize(part, wanted, "oldest segments", progress, Limits.current.compared_values)
         with Snapshot.take(store, lambda segment: segment.seq in newest) as part:
             snapshot.close()
-            last = summarize(part, wanted, "newest segments", progress, _DRAWN)
+            last = summarize(part, wanted, "newest segments", progress, Limits.current.compared_values)
     rows = [_difference(first[name], last[name]) for name in names]
     frame = pd.DataFrame(rows, index=pd.Index(names, name="column"))
     return frame.sort_values("ks", ascending=False, kind="stable")

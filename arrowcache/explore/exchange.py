@@ -30,6 +30,7 @@ from arrowcache.explore.noted import NOTE_KEY, Noted, select_with_notes
 from arrowcache.explore.numbers import bfloat16_values, elements, nested
 from arrowcache.explore.parquet import ParquetImport
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
+from arrowcache.limits import Limits
 from arrowcache.reading.selection import ALL_ROWS, INCLUDED, Selection, require_rows
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
@@ -38,7 +39,6 @@ from arrowcache.storage.row_ids import ID_COLUMNS
 from arrowcache.units import format_count
 
 SEQ = ID_COLUMNS[0]
-_GROUP_BYTES = 16 << 20  # of a row group
 _UTC = pa.timestamp("us", "UTC")
 
 
@@ -150,7 +150,7 @@ def _plain(column: pa.Array, kind: FieldType) -> pa.Array:
 
 def _write(table: pa.RecordBatch, path: Path) -> None:
     part = path.with_suffix(".part")
-    rows = max(1, _GROUP_BYTES * len(table) // max(1, table.nbytes))
+    rows = max(1, Limits.current.exported_bytes * len(table) // max(1, table.nbytes))
     words = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_binary(f.type)]
     try:
         pq.write_table(

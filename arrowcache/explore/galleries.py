@@ -18,6 +18,7 @@ from arrowcache.explore.noted import annotated
 from arrowcache.explore.numbers import has_axes, require_column
 from arrowcache.explore.pictures import Picture, picture
 from arrowcache.explore.walk import AnyCache
+from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import Values
 from arrowcache.storage.recovery import store_of
@@ -25,7 +26,6 @@ from arrowcache.storage.row_ids import RowId, row_ids
 from arrowcache.units import format_count, parse_count
 
 _MOST_PICTURES = 1000
-_MOST_VALUES = 1000  # different ones that a column to group by may have
 _MOST_NAME = 40  # characters of a value
 
 
@@ -185,15 +185,15 @@ def _choose_by(
     from arrowcache.explore.query import TABLE, column_in_sql
 
     require_column(schema, by, _is_one, "a gallery is grouped by one value a row")
-    column = column_in_sql(schema, by)
+    column, most = column_in_sql(schema, by), Limits.current.grouping_values
     found = sql(
         cache,
         f"select {column} as value, count(*) as rows, "
         f"arg_min(_seq || ':' || _row, hash(_seq, _row, '{seed}'), {n}) as drawn from {TABLE} "
-        f"group by {column} order by rows desc, value limit {_MOST_VALUES + 1}",
+        f"group by {column} order by rows desc, value limit {most + 1}",
     )
-    if len(found) > _MOST_VALUES:
-        raise ValueError(f"by={by!r} has over {_MOST_VALUES} different values: group by one of few")
+    if len(found) > most:
+        raise ValueError(f"by={by!r} has over {most} different values: group by one of few")
     share = max(1, n // max(1, min(values, n, len(found))))
     ranked = found.head(min(values, n)).itertuples(index=False, name=None)
     return [

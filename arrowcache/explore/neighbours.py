@@ -22,6 +22,7 @@ from arrowcache.explore.noted import annotated
 from arrowcache.explore.numbers import floats, require_column
 from arrowcache.explore.shown import Rows
 from arrowcache.explore.walk import AnyCache
+from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, RowId, row_ids
@@ -30,8 +31,6 @@ from arrowcache.units import parse_count
 METRICS = ("euclidean", "cosine")
 _MOST_ASKED = 1000
 _CHUNK_BYTES = 16 << 20
-_CHUNK_ROWS = 16384
-_KEPT = 256  # numbers of a row of a map
 
 
 def similar(
@@ -128,13 +127,13 @@ def map_of(
         require_column(annotated(store), by, _is_one, "a color stands for one number or text a row")
     kept: list[NDArray[np.float32]] = []
     places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-    project = SparseRandomProjection(_KEPT, dense_output=True, random_state=0)
+    project = SparseRandomProjection(Limits.current.map_numbers, dense_output=True, random_state=0)
     with Snapshot.take(store) as snapshot:
         for some, values in _chunks(snapshot, column, kind, _drawn(snapshot, max_rows, seed)):
             if not kept:
                 origin = values[0].copy()  # far from 0 they would all be one float32
             values -= origin
-            if values.shape[1] > _KEPT:
+            if values.shape[1] > Limits.current.map_numbers:
                 values = project.transform(values) if kept else project.fit_transform(values)
             kept.append(values.astype(np.float32))
             places.append(some)
@@ -188,7 +187,7 @@ def _chunks(
     snapshot: Snapshot, column: str, kind: Tensor, places: NDArray[np.int64], finite: bool = True
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
     """Rows some at a time: their places, and their values, (n, elements); the finite ones, unless all."""
-    rows = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // (8 * kind.elements)))
+    rows = max(1, min(Limits.current.neighbour_rows, _CHUNK_BYTES // (8 * kind.elements)))
     for start in range(0, len(places), rows):
         some = places[start : start + rows]
         values = np.asarray(snapshot.gather(some, [column])[column]).reshape(len(some), -1)

@@ -27,6 +27,7 @@ from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
 from arrowcache.explore.noted import EXCLUDED, NOTE_KEY, REASON, TAGS
 from arrowcache.explore.walk import AnyCache, progress_bar
+from arrowcache.limits import Limits
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.layout import CACHE_JSON
@@ -36,7 +37,6 @@ from arrowcache.storage.store import Store
 from arrowcache.units import format_count
 
 _GROUP_BYTES = 16 << 20  # of what is imported at a time
-_MOST_ROWS = 1 << 16
 _OF_ROWS = (*RESERVED_NAMES, EXCLUDED, REASON, TAGS)  # what a DataFrame of another cache says of rows
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file; all else is no reason to take it back
 
@@ -259,7 +259,7 @@ def _batches(path: Path, schema: Schema, first: int, stop: int) -> Iterator[pa.R
         starts = np.cumsum([0, *(group.num_rows for group in found)])
         groups = [at for at in range(len(found)) if starts[at] < stop and starts[at + 1] > first]
         largest = max((found[at].total_byte_size / max(1, found[at].num_rows) for at in groups), default=1)
-        rows = int(min(_MOST_ROWS, _GROUP_BYTES // max(1, row_bytes(schema), largest)))
+        rows = int(min(Limits.current.imported_rows, _GROUP_BYTES // max(1, row_bytes(schema), largest)))
         start = starts[groups[0]] if groups else 0
         try:
             for batch in file.iter_batches(max(1, rows), row_groups=groups, columns=list(schema)):

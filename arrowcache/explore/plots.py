@@ -26,6 +26,7 @@ from arrowcache.explore.noted import select
 from arrowcache.explore.numbers import require_column
 from arrowcache.explore.summary import Summary
 from arrowcache.explore.walk import AnyCache
+from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
@@ -34,8 +35,6 @@ from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
 _MIB = 1 << 20
-_MOST_SEGMENTS = 400  # of plot_values: more are no wider than a pixel
-_MOST_VALUES = 4096  # of each
 _MOST_COLORS = 20  # of plot_map: different values with a color each
 _FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
 
@@ -128,7 +127,7 @@ def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None
     select(store, [column])
     kind = require_column(store.settings.schema, column, _has_numbers, wanted)
     listed = store.survey().segments
-    count = min(len(listed), _MOST_SEGMENTS)
+    count = min(len(listed), Limits.current.plotted_segments)
     chosen = [listed[i] for i in np.linspace(0, len(listed) - 1, count).round().astype(int)] if count else []
     values = {segment.seq: _values(store, segment, column, kind) for segment in chosen}
     values = {seq: some for seq, some in values.items() if len(some)}
@@ -173,7 +172,7 @@ def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> N
     summary = Summary(kind)
     with Snapshot.take(store, lambda other: other.seq == segment.seq) as snapshot:
         for batch in snapshot.record_batches([name]):
-            summary.draw(batch.column(0), np.random.default_rng(0), _MOST_VALUES)
+            summary.draw(batch.column(0), np.random.default_rng(0), Limits.current.plotted_values)
             del batch
     found: NDArray[np.float64] = np.concatenate([np.empty(0), *summary.drawn])
     found = found[np.isfinite(found)] / (1e6 if isinstance(kind, Timestamp) else 1)

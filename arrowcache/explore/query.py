@@ -114,7 +114,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         for name in schema:
             if asked.names_all or asked.names(name):  # of the others it would read page by page, and be right
                 for batch in batches:
-                    _announce(batch.column(name))
+                    announce(batch.column(name))
         view = connection.table(TABLE)
         types = dict(
             zip(view.columns[len(ID_COLUMNS) :], map(str, view.types[len(ID_COLUMNS) :]), strict=True)
@@ -326,7 +326,7 @@ def _is_complex(kind: FieldType | None) -> bool:
     return isinstance(kind, Tensor | Ragged) and kind.dtype.startswith("complex")
 
 
-def _announce(column: pa.Array) -> None:
+def announce(column: pa.Array) -> None:
     """Have the disk begin to read a small column, and read on where a large one is touched."""
     for buffer in buffers_of(column):
         (will_need if buffer.size < _SMALL_BYTES else will_read_on)(buffer.address, buffer.size)

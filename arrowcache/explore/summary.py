@@ -20,18 +20,17 @@ from arrowcache.explore.distribution import Distribution, Histogram, distributio
 from arrowcache.explore.noted import select
 from arrowcache.explore.numbers import floats, lengths, numbers, real
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
+from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import RowId
 from arrowcache.units import parse_count
 
-MOST_DISTINCT = 10_000
 _DTYPES = {"count": "int64"}
 _DTYPES |= dict.fromkeys(("distinct", "shortest", "longest"), "Int64")
 _DTYPES |= dict.fromkeys(("min", "max", "min_row", "max_row", "histogram"), "object")  # each as it is
 _MOST_BINS = 64
 _MOST_THREADS = 4
-_PIECE = 1 << 21  # numbers that a thread is given at a time
 _ROWS_A_LOOK = 1 << 16
 
 
@@ -106,7 +105,8 @@ def distribution_of(column: pa.Array, kind: FieldType, pool: ThreadPoolExecutor)
     Of text and bytes it is their lengths', of timestamps that of microseconds since 1970.
     """
     values = numbers(column, kind)
-    pieces = [values[start : start + _PIECE] for start in range(0, len(values), _PIECE)]
+    size = Limits.current.summed_numbers
+    pieces = [values[start : start + size] for start in range(0, len(values), size)]
     found = Distribution()
     for part in (pool.map if len(pieces) > 1 else map)(lambda piece: distribution(real(piece, kind)), pieces):
         found.merge(part)
@@ -150,7 +150,7 @@ class Summary:
         for start in range(0, len(column), _ROWS_A_LOOK):
             if self._distinct is not None:
                 self._distinct.update(self._marks(pc.unique(column.slice(start, _ROWS_A_LOOK))))
-                if len(self._distinct) > MOST_DISTINCT:
+                if len(self._distinct) > Limits.current.distinct_values:
                     self._distinct = None
 
     def draw(self, column: pa.Array, rng: np.random.Generator, count: int) -> None:

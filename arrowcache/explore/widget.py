@@ -18,9 +18,8 @@ from arrowcache.explore.board import Board, parse_interval
 from arrowcache.explore.history import History
 from arrowcache.explore.walk import AnyCache
 from arrowcache.lifetimes import Closable
+from arrowcache.limits import Limits
 from arrowcache.os_errors import start
-
-_JOIN_SECONDS = 5.0
 
 
 def monitor(cache: AnyCache, interval: float = 1.0) -> Monitor:
@@ -77,7 +76,7 @@ class Monitor(ipywidgets.HTML, Closable):  # type: ignore[misc]  # ipywidgets sh
         was_stopped = self._stopped.is_set()
         self._stopped.set()
         if thread is not None and self._pid == os.getpid() and threading.current_thread() is not thread:
-            thread.join(_JOIN_SECONDS)
+            thread.join(Limits.current.join_seconds)
         return not was_stopped
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:

@@ -30,16 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.lifetimes import until_exit
+from arrowcache.limits import Limits
 from arrowcache.native.library import address_of, declare, library, quick
 from arrowcache.native.rows import SegmentRows
 from arrowcache.native.threads import threads
 
 PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
-_FIXED, _LENGTHS, _VALUES = range(3)
-_COPY, _ASK, _READ, _FETCH = range(4)
+FIXED, LENGTHS, VALUES = range(3)
+COPY, ASK, READ, FETCH = range(4)
 _DONE = -1  # no number was out of range
-_INLINE_BYTES = 64 << 10  # fewer bytes are not worth waking a thread
-_HELD_GIL_CHUNKS = 16  # 4 MiB, copied in 0.4 ms; beside a busy thread the GIL takes 5 ms to come back
 _NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
 _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
 _WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
@@ -127,7 +126,7 @@ class Job:
         self._keep, self._address = (rows, ids, columns, got, keep), self._job.buffer_info()[0]
         self._handle = threads.handle
         self._has_ended = False
-        self._is_late = way == _COPY and nbytes <= _INLINE_BYTES
+        self._is_late = way == COPY and nbytes <= Limits.current.inline_bytes
         if not self._is_late:
             self._submit()
 
@@ -167,7 +166,7 @@ class Job:
                 self.refused, self._has_ended = refused, True
                 return True
             self._submit()  # they are not all mapped
-        is_under_way = quick.engine_help(self._handle, self._address, _HELD_GIL_CHUNKS)
+        is_under_way = quick.engine_help(self._handle, self._address, Limits.current.held_gil_chunks)
         if is_under_way and seconds > 0:
             is_under_way = library.engine_take(self._handle, self._address, int(seconds * 1e9))
         if not is_under_way:
@@ -190,7 +189,7 @@ class Job:
             try:
                 if threads.handle == self._handle and not self._is_late:
                     self._cancelled = self._cancelled or time.monotonic_ns()
-                    most = self._cancelled + threads.PATIENCE_NANOSECONDS - time.monotonic_ns()
+                    most = self._cancelled + _patience() - time.monotonic_ns()
                     most = max(0, most) if seconds is None else int(seconds * 1e9)
                     one = library if most else quick  # which does not wait, and keeps the GIL
                     if one.engine_cancel(self._handle, self._address, most):
@@ -251,15 +250,18 @@ class _UnderWay(weakref.ref[Job]):
     kept: object
 
 
+def _patience() -> int:
+    """Nanoseconds for threads that the kernel holds."""
+    return int(Limits.current.stuck_seconds * 1e9)
+
+
 def _let_go_of_lost() -> None:
     """End the jobs that died before they had ended: Ctrl-C came as a finalizer began."""
     while _lost:
         lost = _lost.popleft()
         if _under_way.get(lost.address) is lost:
             is_ours = lost.handle == threads.handle  # else a forked child has inherited it
-            if not (
-                is_ours and library.engine_cancel(lost.handle, lost.address, threads.PATIENCE_NANOSECONDS)
-            ):
+            if not (is_ours and library.engine_cancel(lost.handle, lost.address, _patience())):
                 del _under_way[lost.address]
 
 
@@ -281,7 +283,7 @@ class Read(Job):
         if self._is_asking and super().has_ended():
             self._missed = self._missed or self._job[_MISSED]  # the read sets it anew
             if self._missed:
-                self._job[_WAY] = _READ
+                self._job[_WAY] = READ
                 self._has_ended = False
                 self._submit()
             self._is_asking = False
@@ -320,7 +322,7 @@ class Found(Job):
         self.rows, self.ids = rows, ids
         self.places = address_of(self.source), address_of(self.offsets)
         nbytes = self.source.nbytes
-        super().__init__(_LENGTHS, way, rows, ids, columns, keep, nbytes=nbytes, values=self.places)
+        super().__init__(LENGTHS, way, rows, ids, columns, keep, nbytes=nbytes, values=self.places)
         if self._is_late:
             self.take(0)  # so that the values can be begun sooner
 
@@ -358,9 +360,9 @@ def copy_now(rows: SegmentRows, ids: NDArray[np.int64], columns: CopiedColumns) 
     Returns: `refused` and `missed` of a `Job`, or None if nothing was done: rows are too many, or some are
         not mapped.
     """
-    if len(ids) * columns.row_bytes > _INLINE_BYTES:
+    if len(ids) * columns.row_bytes > Limits.current.inline_bytes:
         return None
-    words = _FIXED, _COPY, rows.address, address_of(ids), len(ids), columns.address, columns.count
+    words = FIXED, COPY, rows.address, address_of(ids), len(ids), columns.address, columns.count
     job = array("q", (*words, *_NOTHING, *_BEGUN))
     refused = quick.engine_copy(job.buffer_info()[0])
     return (refused, job[_MISSED]) if refused >= _DONE else None
@@ -382,7 +384,7 @@ def copy_rows(
         keep: owner of their memory and of the mappings; kept until the job has ended.
     """
     ids, columns = np.ascontiguousarray(ids, np.int64), _table(columns)
-    return Job(_FIXED, _COPY, rows, ids, columns, keep, nbytes=len(ids) * columns.row_bytes)
+    return Job(FIXED, COPY, rows, ids, columns, keep, nbytes=len(ids) * columns.row_bytes)
 
 
 def read_rows(
@@ -400,7 +402,7 @@ def read_rows(
         drops: rows that come from the disk leave the page cache again, so that others stay there.
     """
     ids, columns = np.ascontiguousarray(ids, np.int64), _table(columns)
-    return Read(_FIXED, _ASK, rows, ids, columns, keep, pieces=len(ids) * columns.pieces, drops=drops)
+    return Read(FIXED, ASK, rows, ids, columns, keep, pieces=len(ids) * columns.pieces, drops=drops)
 
 
 def find_values(
@@ -422,7 +424,7 @@ def find_values(
         on_disk: True if the offsets may be on the disk.
     """
     column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
-    return Found(_READ if on_disk else _COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
+    return Found(READ if on_disk else COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
 
 
 def copy_values(found: Found | Parts, out: NDArray[np.uint8], keep: object = None) -> Job:
@@ -432,7 +434,7 @@ def copy_values(found: Found | Parts, out: NDArray[np.uint8], keep: object = Non
         keep: owner of the mappings, where `found` has not.
     """
     kept, column = (found, out, keep), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
-    return Job(_VALUES, _COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
+    return Job(VALUES, COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
 
 
 def read_values(
@@ -443,7 +445,7 @@ def read_values(
     Args: as of `copy_values` and `read_rows`.
     """
     kept, column = (found, out, keep), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
-    where = _VALUES, _ASK, found.rows, found.ids, column, kept
+    where = VALUES, ASK, found.rows, found.ids, column, kept
     return Read(*where, values=found.places, pieces=len(found.ids) + out.nbytes // PIECE_BYTES, drops=drops)
 
 
@@ -455,7 +457,7 @@ def fetch_rows(
     keep: object = None,
 ) -> Job:
     """Ask the disk for rows first..last-1. Returns at once. Rows out of range are left out."""
-    return Job(_FIXED, _FETCH, rows, np.array([first, last], np.int64), _table(columns), keep)
+    return Job(FIXED, FETCH, rows, np.array([first, last], np.int64), _table(columns), keep)
 
 
 def fetch_values(
@@ -463,7 +465,7 @@ def fetch_values(
 ) -> Job:
     """Do as `fetch_rows` for the values of a variable-length column, which is named as in `find_values`."""
     column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
-    return Job(_LENGTHS, _FETCH, rows, np.array([first, last], np.int64), column, keep)
+    return Job(LENGTHS, FETCH, rows, np.array([first, last], np.int64), column, keep)
 
 
 def _table(columns: CopiedColumns | Sequence[tuple[int, int, int]]) -> CopiedColumns:

@@ -16,6 +16,7 @@ import warnings
 from contextlib import suppress
 
 from arrowcache.lifetimes import at_exit, at_fork
+from arrowcache.limits import Limits
 from arrowcache.native.library import declare, library
 
 
@@ -26,13 +27,11 @@ class Threads:
     in a process that works beside others like it.
     """
 
-    PATIENCE_NANOSECONDS = 5_000_000_000  # for threads that the kernel holds
-
     def __init__(self) -> None:
         self.handle = library.engine_new()
         if not self.handle:
             raise MemoryError("no memory is left for the engine")
-        self.most = _thread_count()
+        self.most = thread_count()
         self.are_started = self._is_closed = False
         self._lock = threading.RLock()  # a signal handler may copy rows, too
         self._held = 0  # threads that the kernel holds, replaced by others
@@ -58,7 +57,7 @@ class Threads:
         if not self.are_started:
             return True
         try:
-            return not library.engine_stop(self.handle, self.PATIENCE_NANOSECONDS)
+            return not library.engine_stop(self.handle, int(Limits.current.stuck_seconds * 1e9))
         finally:
             self.are_started = False
 
@@ -78,7 +77,7 @@ def _warn() -> None:
         warnings.warn(words, ResourceWarning, stacklevel=2)
 
 
-def _thread_count() -> int:
+def thread_count() -> int:
     """Return one for two processors, two for eight, four for 64; the machine's ranks share them."""
     ranks = 1
     with suppress(ValueError):

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.segment import EncodedSegment, Form, read_structure
 from arrowcache.lifetimes import cached_property
+from arrowcache.linux import boot_id
 from arrowcache.ray.caches import NodeCaches
 from arrowcache.sampling.executors import claim
 from arrowcache.sampling.task import Done
 from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.open_tasks import OpenTasks, require_division
-from arrowcache.storage.recovery import boot_id
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
 GROUPS = {"publishing": 1, "asking": 2}

@@ -27,6 +27,7 @@ import numpy as np
 from arrowcache.arrow.builder import LARGER_SEGMENTS_OF_ITEMS, RowTooLargeError, SegmentBuilder
 from arrowcache.errors import ArrowCacheError, CacheFullError, WorkerError, warn
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit, call_all
+from arrowcache.limits import Limits
 from arrowcache.os_errors import start
 from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
@@ -38,8 +39,6 @@ from arrowcache.storage.store import RoomPolicy, Store
 #: How a cache fails.
 FAILURES = (ArrowCacheError, OSError, MemoryError)
 IDLE_SECONDS = 1.0
-MAX_DELAY_SECONDS = 60.0
-_PARTS_SECONDS = 2.0  # between two looks for merged parts that still have to leave
 _TICK_SECONDS = 0.05  # between two looks for processes that wait
 _JOIN_SECONDS = 10.0  # for the thread: it publishes, or merges, one segment
 _END = object()
@@ -189,7 +188,7 @@ class Outbox:
 
     def _merge(self) -> None:
         """Merge small segments once, if there are many. Raises nothing; waits for no other process."""
-        self._may_merge, self._look_for_parts_at = False, time.monotonic() + _PARTS_SECONDS
+        self._may_merge, self._look_for_parts_at = False, time.monotonic() + Limits.current.parts_seconds
         with suppress(*FAILURES):  # nothing is lost, and the next one tries again
             self._may_merge = merge(self._store, self.let_go)
 
@@ -271,7 +270,7 @@ class Outbox:
         """True if merged parts have yet to leave, as they were leased so far. Looks now and then."""
         if not is_last and time.monotonic() < self._look_for_parts_at:
             return False
-        self._look_for_parts_at = time.monotonic() + _PARTS_SECONDS
+        self._look_for_parts_at = time.monotonic() + Limits.current.parts_seconds
         with suppress(*FAILURES):
             return bool(superseded(self._store.segments()))
         return False
@@ -280,7 +279,8 @@ class Outbox:
         """Publish what is due, end an idle lease. Returns: seconds to the next look; None: the last one."""
         with self.lock:
             now = time.monotonic()
-            is_due = now - self._oldest >= MAX_DELAY_SECONDS or now - self._latest >= IDLE_SECONDS
+            is_due = now - self._oldest >= Limits.current.publish_seconds
+            is_due |= now - self._latest >= IDLE_SECONDS
             is_due |= self._must_end
             with suppress(OSError):
                 is_due = is_due or (not self._is_empty and self._claims.somebody_waits())

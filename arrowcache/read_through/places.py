@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import CorruptSegmentError
+from arrowcache.limits import Limits
 from arrowcache.reading.segment_arrays import are_among
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.temperature import Temperature
@@ -24,7 +25,6 @@ _ROW_BITS = 31  # a segment has fewer rows than 2**31
 _ROW = (1 << _ROW_BITS) - 1
 _NONE = np.empty(0, np.int64)
 _LOOKED_AT_ONCE = 1 << 16  # items
-_MOST_LEFT = 64  # segments that left, beyond as many as are there, until the others are renumbered
 _ATTEMPTS = 4  # to read the indices of segments, each time without those that turned out damaged
 
 
@@ -87,7 +87,7 @@ class Places:
             self._forget(all_firsts)
         self._put(indices, places)
         known, self._firsts = np.concatenate((known, seqs[added:])), all_firsts
-        if len(known) > 2 * len(seqs) + _MOST_LEFT:
+        if len(known) > 2 * len(seqs) + Limits.current.left_segments:
             known = self._renumber(known)
         self._seqs = known
 

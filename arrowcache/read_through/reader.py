@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import CorruptSegmentError, warn
+from arrowcache.limits import Limits
 from arrowcache.read_through.begun import Begun
-from arrowcache.read_through.outbox import FAILURES, MAX_DELAY_SECONDS, Outbox
+from arrowcache.read_through.outbox import FAILURES, Outbox
 from arrowcache.read_through.places import Places
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.reading.slots import Slots
@@ -188,7 +189,7 @@ class ReadThrough:
             self.publish()
         self._wait_while(
             lambda: any(map(self._claims.is_held_elsewhere, waits)),
-            patience if self._call_seconds else MAX_DELAY_SECONDS,
+            patience if self._call_seconds else Limits.current.publish_seconds,
         )
         return self.find(indices)
 

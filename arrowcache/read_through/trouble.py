@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from arrowcache.errors import warn
-
-_AGAIN_SECONDS = 30.0
+from arrowcache.limits import Limits
 
 
 class Trouble:
@@ -18,7 +17,7 @@ class Trouble:
     def note(self, error: BaseException) -> None:
         """Store nothing for half a minute. Warns, once in that time."""
         is_new = not self.why
-        self._why, self._until = str(error), time.monotonic() + _AGAIN_SECONDS
+        self._why, self._until = str(error), time.monotonic() + Limits.current.trouble_seconds
         if is_new:
             warn(f"items are made, and not stored: {error}")
 

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arrow.segment import Layout
 from arrowcache.arrow.template import KnownLayouts, Template
 from arrowcache.lifetimes import Mutex, forgets_in_child, is_exiting, unforked, until_exit
+from arrowcache.limits import Limits
 from arrowcache.linux import most_mappings
 from arrowcache.native import maps
 from arrowcache.native.rows import entries_of
@@ -30,8 +31,13 @@ from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
-_MOST_MAPPED = most_mappings() // 2
+_HALF = most_mappings() // 2
 _MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GIL
+
+
+def _most_mapped() -> int:
+    most = Limits.current.mapped_segments
+    return _HALF if most is None else most
 
 
 class _MappedTable(NamedTuple):
@@ -202,7 +208,7 @@ class MappedSegments:
         is_right = (table.layouts[lines] != 0) & ~are_among(table.seqs[lines], doubted)
         is_right &= (table.seqs[lines] >= check_bytes_below) | table.was_read[lines]
         has_none = table.words[lines, maps.ADDRESS] == 0  # and stay so, but for those that there is room for
-        room = maps.room() if has_none.any() and maps.count() < _MOST_MAPPED else 0
+        room = maps.room() if has_none.any() and maps.count() < _most_mapped() else 0
         is_right &= ~(has_none & (np.cumsum(table.words[lines, maps.NBYTES] * has_none) <= room))
         is_known[is_known] = is_right
         return is_known, table.entries(lines[is_right])
@@ -242,7 +248,7 @@ class MappedSegments:
         try:
             for start in range(0, len(added), _MAPPED_A_CALL):
                 lines = self._table.lines(added[start : start + _MAPPED_A_CALL])
-                alike = maps.open_alike(self._table.files(lines), template.kind, _MOST_MAPPED)
+                alike = maps.open_alike(self._table.files(lines), template.kind, _most_mapped())
                 self._know(lines[alike], template.layout)
         finally:
             unknown = added[self._table.layouts[self._table.lines(added)] == 0]
@@ -307,7 +313,7 @@ class MappedSegments:
         self, line: int, file: maps.File, segment: SegmentInfo, store: Store, check_bytes: bool
     ) -> None:
         """Map a segment and check it: by comparison where its layout is known."""
-        file.open(self._settings.segment_bytes, _MOST_MAPPED)
+        file.open(self._settings.segment_bytes, _most_mapped())
         if segment.seq in self._doubted:
             self._check_read(file, segment, store)
             self._doubted.discard(segment.seq)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
 from arrowcache.cgroup import memory_bytes
+from arrowcache.limits import Limits
 from arrowcache.reading.shuffle import starts_of
 from arrowcache.units import MOST_COUNTED, format_bytes, parse_count
 
@@ -30,8 +31,6 @@ POSITION_IDS, DOCUMENT_IDS, LOSS_MASK, CU_SEQLENS = "position_ids", "document_id
 _MADE = (POSITION_IDS, DOCUMENT_IDS, LOSS_MASK, CU_SEQLENS)
 _MADE_BYTES = 8 + 4 + 1  # of a token: its position, document and mask
 _MOST_LENGTH, _MOST_TOKENS = 1 << 24, (1 << 31) - 1  # of a batch: cu_seqlens counts them in int32
-_BUNDLE_TOKENS, _LEAST_SEQUENCES = 4 << 20, 256  # of a bundle: in larger ones padding falls, and time rises
-_MANY_DOCUMENTS, _FEW_SEQUENCES = 1 << 16, 128  # of a bundle whose documents are short
 _PLAIN = ("length", "split", "skip", "before", "sequences")  # of a state
 _VERSION = 1  # of what a state means: raised where the same documents give other sequences
 
@@ -88,7 +87,7 @@ class Packing:
     @property
     def bundle_sequences(self) -> int:
         """The number of sequences that documents are looked for at a time."""
-        return max(_LEAST_SEQUENCES, _BUNDLE_TOKENS // self.length)
+        return max(Limits.current.bundle_sequences, Limits.current.bundle_tokens // self.length)
 
     def bundle(self, tokens: NDArray[np.int64]) -> int:
         """Return the number of documents that are packed together.
@@ -98,8 +97,8 @@ class Packing:
         Returns: at least 1; more than there are means that they are too few.
         """
         enough = int(tokens.searchsorted(self.bundle_sequences * self.length)) + 1
-        few = int(tokens.searchsorted(_FEW_SEQUENCES * self.length)) + 1
-        return min(enough, max(few, _MANY_DOCUMENTS))
+        few = int(tokens.searchsorted(Limits.current.short_sequences * self.length)) + 1
+        return min(enough, max(few, Limits.current.short_documents))
 
     def pack(self, lengths: NDArray[np.int64], skip: int, *, is_end: bool) -> tuple[Pieces, int]:
         """Pack a bundle.

@@ -17,14 +17,12 @@ from collections.abc import Callable
 
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import Origin, is_exiting
+from arrowcache.limits import Limits
 from arrowcache.os_errors import start
 from arrowcache.reading.snapshot import Snapshot
 
 _log = logging.getLogger("arrowcache")
 
-_PARKED_SECONDS = 1.0
-_LOOK_SECONDS = 0.25  # between two looks whether the other ranks have joined
-_JOIN_SECONDS = 5.0
 _PARK, _STAY, _DROP, _END = "park", "stay", "drop", "end"  # messages to the thread
 
 
@@ -102,7 +100,8 @@ class Parking:
         try:
             self._said.put(_END)
             if self._thread.ident is not None and self._thread is not threading.current_thread():
-                self._thread.join(_JOIN_SECONDS)  # a snapshot is leased until the thread has closed it
+                # a snapshot is leased until the thread has closed it
+                self._thread.join(Limits.current.join_seconds)
         finally:
             self.drop()
 
@@ -124,13 +123,13 @@ class Parking:
             if said is _DROP:
                 self._let_go()
             else:
-                seconds = _PARKED_SECONDS if said is _PARK else None
+                seconds = Limits.current.parked_seconds if said is _PARK else None
 
     def _let_go(self) -> float | None:
         """Release all after the second. Returns: seconds to the next look. None means none is due."""
         try:
             self.drop()
-            return _LOOK_SECONDS if self._settle() else None
+            return Limits.current.joined_look_seconds if self._settle() else None
         except Exception:  # noqa: BLE001  # it is let go by the next epoch, or the loader's end
             _log.debug("parking failed", exc_info=True)
             return None

@@ -37,6 +37,7 @@ from contextlib import ExitStack, suppress
 
 from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
 from arrowcache.lifetimes import Mutex, forgets_in_child, until_exit
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.snapshot import Snapshot
@@ -49,7 +50,6 @@ from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
 
 _UNLINK_SECONDS = 0.1  # longest wait for cache.lock; others sweep, too
-_WARN_AT_EPOCHS = 8  # epochs that ended here, and that not all local ranks have begun
 _EVERY_EPOCH = range(2**63)
 
 #: The next loader's number, for each cache, run and rank of this process.
@@ -351,7 +351,7 @@ class Agreement:
 
     def _warn_of_absent_ranks(self) -> None:
         waiting = [held for held in self._held.copy() if held.has_ended]
-        if len(waiting) >= _WARN_AT_EPOCHS and not self._has_warned:
+        if len(waiting) >= Limits.current.unjoined_epochs and not self._has_warned:
             self._has_warned = True
             joined = min(held.joined for held in waiting)
             warn(

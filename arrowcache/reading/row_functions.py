@@ -22,6 +22,7 @@ from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import RESERVED_NAMES, Binary, FieldType, Schema, String, Tensor, Timestamp
 from arrowcache.cgroup import memory_bytes
 from arrowcache.lifetimes import cached_property
+from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.values import ColumnData, Values, column_bytes
 from arrowcache.storage.annotations import Annotations
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 
 _SEQ, _ROW, _AGE = RESERVED_NAMES
 _IDS = {_SEQ: pa.int64(), _ROW: pa.int64(), _AGE: pa.float64()}
-_MEMORY_SHARE = 1 / 16  # of the memory, for columns that functions read
 _ITEM_BYTES = 64  # of a text or bytes in a list, beside its characters
-_ROWS_AT_ONCE = 1 << 18  # that an expression looks at
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')  # in the words of an expression
 
 T = TypeVar("T")
@@ -142,7 +141,7 @@ class StoredFunction(RowFunction[T]):
         if version != self._version:
             self._found, self._version = {}, version
         self._found = {seq: self._found[seq] for seq in snapshot.seqs.tolist() if seq in self._found}
-        for run in unknown_runs(snapshot, self._found, _ROWS_AT_ONCE):
+        for run in unknown_runs(snapshot, self._found, Limits.current.expression_rows):
             first, last = snapshot.rows_before(run.start), snapshot.rows_before(run.stop)
             ids = np.arange(first, last)
             columns: dict[str, Any] = _read_in_order(snapshot, first, last, self._columns)
@@ -262,7 +261,7 @@ class _ReadColumns:
 
     def __init__(self) -> None:
         self._known: dict[int, dict[str, tuple[ColumnData, int]]] = {}  # by segment and name, with its bytes
-        self._left = int(memory_bytes() * _MEMORY_SHARE)
+        self._left = int(memory_bytes() * Limits.current.function_memory)
 
     def get(self, seq: int, name: str) -> ColumnData | None:
         found = self._known.get(seq, {}).get(name)

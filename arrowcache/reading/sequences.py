@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged
+from arrowcache.limits import Limits
 from arrowcache.reading.assembly import Assembly, Batch, BatchRows, Gathered, Memory, mean_published
 from arrowcache.reading.bundles import Bundle, Bundles
 from arrowcache.reading.epoch import Epoch
@@ -30,7 +31,6 @@ from arrowcache.reading.stats import Meter
 from arrowcache.storage.store import Store
 
 _LENGTHS_AT_ONCE = 1 << 20  # rows
-_PORTION_TOKENS = 1 << 16  # of small batches, made together: a job and a slot cost as much
 
 
 class Mark(NamedTuple):
@@ -80,7 +80,7 @@ class SequenceAssembly(Assembly):
         self._batch_size = packing.batch_size
         tokens = packing.batch_size * packing.length
         self._batch_bytes = tokens * sum(dtype.itemsize for _, dtype in self._columns.values())
-        self._most_batches = max(1, _PORTION_TOKENS // tokens)
+        self._most_batches = max(1, Limits.current.portion_tokens // tokens)
         self._places = np.arange(tokens * self._most_batches)
         self._lend_rows(packing.batch_size * self._most_batches, memory)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.display import Bar, Card, Facts, Part, Shown
 from arrowcache.lifetimes import forgets_in_child
+from arrowcache.limits import Limits
 from arrowcache.linux import PAGE_BYTES
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
@@ -264,7 +264,7 @@ class Meter:
         with self._lock:
             counts = self.epochs, self.batches, self.rows, self.nbytes, self.stalls
             page.show(counts, self._times(elsewhere))
-            self._due = time.perf_counter() + _SHOW_SECONDS
+            self._due = Limits.current.clock() + _SHOW_SECONDS
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
 
     def _times(self, elsewhere: Iterable[tuple[str, float]]) -> dict[str, tuple[float, list[float]]]:
@@ -285,21 +285,21 @@ class Meter:
         try:
             yield
         finally:
-            self.leave({name: time.perf_counter() - started})
+            self.leave({name: Limits.current.clock() - started})
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
         """Count the time inside, within "start", as that of choosing an epoch's rows."""
-        started = time.perf_counter()
+        started = Limits.current.clock()
         try:
             yield
         finally:
             with self._lock:
-                self.choosing_seconds += time.perf_counter() - started
+                self.choosing_seconds += Limits.current.clock() - started
 
     def enter(self, name: str) -> float:
         """Begin a stage of this thread. Returns its start."""
-        started = time.perf_counter()
+        started = Limits.current.clock()
         with self._lock:
             self._stages[threading.get_ident()] = name, started
         if started > self._due or self._shows_a_wait:
@@ -325,7 +325,7 @@ class Meter:
         try:
             yield
         finally:
-            wall_seconds = time.perf_counter() - started
+            wall_seconds = Limits.current.clock() - started
             now = resource.getrusage(resource.RUSAGE_THREAD)
             cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
             had_faults = (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
@@ -344,7 +344,7 @@ class Meter:
             self.rows += made.rows
             self.nbytes += made.nbytes
             self.copied_bytes += made.copied
-            self._age_row_seconds += (time.time() - made.published) * made.rows
+            self._age_row_seconds += (Limits.current.wall_clock() - made.published) * made.rows
             if self._page is not None:
                 self._page.count((self.epochs, self.batches, self.rows, self.nbytes, self.stalls))
         if self._shows_a_wait:
@@ -375,14 +375,14 @@ class Meter:
     def begin_run(self, run: object) -> None:
         """Count the time from now on as inside an epoch, or several; `run` tells it from others."""
         with self._lock:
-            self._runs[run] = time.perf_counter()
+            self._runs[run] = Limits.current.clock()
             self._due = 0.0 if self._page is not None else math.inf  # the wait that begins now may be long
 
     def end_run(self, run: object) -> None:
         """Count the time since `begin_run`. Idempotent."""
         with self._lock:
             if (started := self._runs.pop(run, None)) is not None:
-                self.epoch_seconds += time.perf_counter() - started
+                self.epoch_seconds += Limits.current.clock() - started
         self.show()
 
     def forget_in_child(self) -> None:
@@ -397,7 +397,7 @@ class Meter:
         """Return the counts now, with stages in progress, here and in other processes (`elsewhere`)."""
         private_bytes, file_bytes = resident_bytes()
         with self._lock:
-            now = time.perf_counter()
+            now = Limits.current.clock()
             # A read in progress counts as "gather"; its end tells "store" from it.
             stages = {
                 name: took + sum(now - began for began in since)
@@ -451,14 +451,14 @@ class Waiting:
         self._meter = meter
 
     def __enter__(self) -> None:
-        meter, started = self._meter, time.perf_counter()
+        meter, started = self._meter, Limits.current.clock()
         with meter._lock:
             meter._waits[threading.get_ident()] = started
         if started > meter._due:
             meter.show()
 
     def __exit__(self, *_: object) -> None:
-        meter, now = self._meter, time.perf_counter()
+        meter, now = self._meter, Limits.current.clock()
         with meter._lock:
             seconds = now - meter._waits.pop(threading.get_ident(), now)
             meter.stall_seconds += seconds

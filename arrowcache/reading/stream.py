@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.lifetimes import Origin
+from arrowcache.limits import Limits
 from arrowcache.reading.assembly import Assembly, Gathered
 from arrowcache.reading.epoch import Epoch, Epochs
 from arrowcache.reading.gather import abandon
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from arrowcache.reading.workers.remote import RemoteAssembly
 
 _MOST_AHEAD = 8  # epochs, where they are short
-_MANY_SEGMENTS = 1000  # so many are listed, leased and mapped in some 2 ms
 _AHEAD_STEPS = 64  # before the end of an epoch, at most half of it: functions choose the rows of the next one
 _GRACE_SECONDS = 0.25  # extra time for a portion whose own wait gives a better error
 _LOOK_SECONDS = 0.05  # between two looks for the end, and two figures of a wait
@@ -425,7 +425,7 @@ class BatchStream:
 
 
 def _is_large(epoch: Epoch) -> bool:
-    return len(epoch.snapshot.seqs) >= _MANY_SEGMENTS
+    return len(epoch.snapshot.seqs) >= Limits.current.slow_segments
 
 
 def too_late(timeout_seconds: float | None) -> LoaderTimeoutError:

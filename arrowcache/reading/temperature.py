@@ -14,17 +14,19 @@ cold for a few.
 
 from __future__ import annotations
 
+from arrowcache.limits import Limits
+
 _ROWS_A_MISS = 256
 _MOST_MISSES = 64  # pages, while warm: the disk reads them in some 10 ms
 _LEAST_FOUND_ROWS, _MOST_FOUND_ROWS = 256, 1 << 14
 _LONG_LIFE = 16  # times the rows that it took to get warm
-_AHEAD_ROWS, _AHEAD_BYTES = 256, 64 << 20  # enough for the disk to choose their order
-_WARM_BYTES, _MOST_WARM = 8 << 20, 8  # under way: more slots leave the processor's cache
+_AHEAD_BYTES = 64 << 20  # enough for the disk to choose their order
+_MOST_WARM = 8  # under way
 
 
 def batches_ahead(rows: int, nbytes: int) -> int:
     """Return the number of batches of this size to be asked of the disk at a time."""
-    return max(2, min(-(-_AHEAD_ROWS // rows), _AHEAD_BYTES // nbytes))
+    return max(2, min(-(-Limits.current.ahead_rows // rows), _AHEAD_BYTES // nbytes))
 
 
 class Temperature:
@@ -44,7 +46,7 @@ class Temperature:
         """Return the number of batches of this size to have under way: at least two."""
         if self.is_cold:
             return batches_ahead(rows, nbytes)
-        return max(2, min(_MOST_WARM, _WARM_BYTES // nbytes))
+        return max(2, min(_MOST_WARM, Limits.current.warm_bytes // nbytes))
 
     def note(self, rows: int, missed: int) -> None:
         """Count rows that were read as `is_cold` says, and the rows or pages that were missed."""

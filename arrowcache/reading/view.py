@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
+from arrowcache.limits import Limits
 from arrowcache.linux import most_mappings
 from arrowcache.native import maps
 from arrowcache.reading.values import Values
 from arrowcache.storage.mapping import FileMapping, live_mappings, room_of_data
 
-_MOST_VIEWS = most_mappings() // 4  # snapshots use half of all mappings, the process' own threads need some
+_QUARTER = most_mappings() // 4  # snapshots use half of all mappings, the process' own threads need some
 
 ViewColumn = NDArray[Any] | Values
 
@@ -33,7 +34,9 @@ def has_room(nbytes: int) -> bool:
     Where it limits addresses (RLIMIT_AS) or data (RLIMIT_DATA, in which writable mappings count), views and
     snapshots leave a quarter to all else.
     """
-    return live_mappings() < _MOST_VIEWS and nbytes <= min(maps.room(3), room_of_data(3))
+    most = Limits.current.mapped_views
+    has_place = live_mappings() < (_QUARTER if most is None else most)
+    return has_place and nbytes <= min(maps.room(3), room_of_data(3))
 
 
 def uncopied(schema: Schema, names: Sequence[str]) -> list[str]:

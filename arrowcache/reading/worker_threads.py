@@ -13,10 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from arrowcache.limits import Limits
 from arrowcache.os_errors import start
 from arrowcache.reading.future import Future
-
-_JOIN_SECONDS = 5.0
 
 
 class WorkerThreads:
@@ -46,7 +45,7 @@ class WorkerThreads:
             while (todo := self._todo.get_nowait()) is not None:
                 todo[0].cancel()
         self._todo.put(None)  # each thread hands it on to the next
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + Limits.current.join_seconds
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))

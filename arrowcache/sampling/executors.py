@@ -15,8 +15,9 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from dataclasses import replace
 
 from arrowcache.errors import SamplerError
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
-from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
+from arrowcache.sampling.dispatcher import failed
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, run
 from arrowcache.storage.layout import alive_byte, tasks_listed
@@ -25,7 +26,6 @@ from arrowcache.storage.open_tasks import OpenTasks, require_division
 from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
-_END_SECONDS = 1.0  # of STOP_SECONDS, for tasks to end by themselves
 _TOKEN_BITS = 60
 
 
@@ -145,10 +145,10 @@ class ExecutorEngine:
         if self._foreign is None:
             self._executor.shutdown()
         else:
-            _, at_work = wait(self._running, timeout=_END_SECONDS)
+            _, at_work = wait(self._running, timeout=Limits.current.task_end_seconds)
             for future in at_work:
                 future.cancel()  # not before: Dask forgets cancelled tasks, which go on
-            wait(at_work, timeout=STOP_SECONDS - _END_SECONDS)
+            wait(at_work, timeout=Limits.current.task_cancel_seconds)
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
         self._writes.close()

@@ -22,6 +22,7 @@ from typing import Any
 from arrowcache import linux
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import at_fork
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.process import Channel, WorkerProcess
@@ -30,7 +31,6 @@ from arrowcache.sampling.task import Done, Task, failure, is_closing, run
 _CLOSING_SECONDS = 3.0  # for a sampler to give its next sample, and its generator to close
 _INTERRUPTED_SECONDS = 1.5  # for one that was interrupted; then its process is killed
 _ENDING_SECONDS = 5.0  # for both: a process that failed to kill itself by then is killed from here
-_JOIN_SECONDS = 5.0
 
 
 class Workers(Executor):
@@ -70,7 +70,7 @@ class Workers(Executor):
         self._join(_ENDING_SECONDS)
         for process in self._processes.copy():
             process.kill()
-        self._join(_JOIN_SECONDS)
+        self._join(Limits.current.join_seconds)
 
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

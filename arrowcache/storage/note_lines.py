@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.errors import CacheFormatError
+from arrowcache.limits import Limits
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.row_ids import find
 
@@ -40,7 +41,6 @@ _SCHEMA = pa.schema(
 )
 _TEXTS = b"texts"  # of the schema's metadata
 _LEAST_SAVED = 256  # bytes, by a bitmap: positions are faster
-_MOST_AT_ONCE = 1 << 20  # rows whose things said are in memory
 _DAMAGED = (pa.ArrowInvalid, ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -130,7 +130,7 @@ class NoteLines(NamedTuple):
         """Lines that say the last thing said on each matter of each row."""
         if (said.numbers[1:] < said.numbers[:-1]).any():
             said = said.take(_order(said, rows.size))
-        ends = said.numbers[_MOST_AT_ONCE::_MOST_AT_ONCE]
+        ends = said.numbers[Limits.current.noted_rows :: Limits.current.noted_rows]
         starts = rows.starts[np.unique(rows.starts.searchsorted(ends))]
         cuts = [0, *said.numbers.searchsorted(starts).tolist(), len(said.numbers)]
         return cls._together([cls._of(rows, texts, said.take(slice(*cut))) for cut in pairwise(cuts)])
@@ -305,7 +305,7 @@ def _pieces(*notes: NoteLines) -> Iterator[tuple[NoteLines, ...]]:
     """The lines of each, a part of the segments after the other."""
     seqs, rows = (np.concatenate([each.lines[name] for each in notes]) for name in ("seq", "rows"))
     order = seqs.argsort(kind="stable")
-    piece = rows[order].cumsum() // _MOST_AT_ONCE
+    piece = rows[order].cumsum() // Limits.current.noted_rows
     starts = np.unique(seqs[order][1:][np.diff(piece) > 0])
     return zip(*(each._split(starts) for each in notes), strict=True)
 

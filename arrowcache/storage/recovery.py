@@ -23,8 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from arrowcache import linux
 from arrowcache.arrow.notation import difference
 from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError, warn
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.folder import Folder, require_right
@@ -35,9 +37,7 @@ from arrowcache.storage.store import Store
 
 CHECKS = ("structure", "bytes")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STICKY = "its sticky bit lets nobody but its owner evict here: have the owner take it away (chmod -R -t)"
-_LEAP = 1_000_000  # more segments than anybody publishes before the kernel writes the counter to the disk
 
 
 class HasStore(Protocol):
@@ -75,7 +75,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
         with store.locked():  # of several processes that create at once, the first one's settings hold
             exists = (path / layout.CACHE_JSON).exists()
             if not exists:
-                folder.write_record(layout.LockRecord(boot_id=boot_id()))  # new, not lost
+                folder.write_record(layout.LockRecord(boot_id=linux.boot_id()))  # new, not lost
                 folder.sync_record()
                 folder.write_settings(settings)
         if not exists:
@@ -198,11 +198,6 @@ def _foreign_files(path: Path) -> list[str]:
     return foreign
 
 
-def boot_id() -> str:
-    """Identifies this run of the machine."""
-    return _BOOT_ID.read_text().strip()
-
-
 def require_working_locks(folder: Folder) -> None:
     """Make sure that this file system's locks keep others out.
 
@@ -229,12 +224,12 @@ def recover(store: Store) -> None:
     folder = store.folder
     with store.locked():
         folder.sweep()
-        record, boot = folder.read_record(), boot_id()
+        record, boot = folder.read_record(), linux.boot_id()
         names = [*folder.segment_names(), *folder.quarantined_names()]
         highest = max((layout.parse_segment_name(name) or (-1,))[0] for name in [*names, ""])
         next_seq, suspect = max(record.next_seq, highest + 1), record.suspect_below
         if record.boot_id != boot:
-            next_seq = suspect = min(next_seq + _LEAP, layout.MOST_SEQ)
+            next_seq = suspect = min(next_seq + Limits.current.number_leap, layout.MOST_SEQ)
             store.evict_beyond_capacity()
         if (next_seq, suspect, boot) != (record.next_seq, record.suspect_below, record.boot_id):
             folder.write_record(layout.LockRecord(next_seq, suspect, boot))

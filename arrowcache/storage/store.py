@@ -26,6 +26,7 @@ import numpy as np
 
 from arrowcache.arrow.segment import EncodedSegment
 from arrowcache.errors import CacheFormatError, CacheFullError, warn
+from arrowcache.limits import Limits
 from arrowcache.os_errors import MORE_ROOM, explained, explaining
 from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS, held
 from arrowcache.storage.eviction import choose_victims, skip_for_headroom
@@ -57,7 +58,6 @@ from arrowcache.storage.sizing import (
 from arrowcache.storage.usage import Usage
 from arrowcache.units import format_bytes
 
-_WARN_AFTER_SECONDS = 30.0
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FULL_ATTEMPTS = 4
 
@@ -352,7 +352,7 @@ class Store:
                     raise CacheFullError(
                         f"waited {waited:.1f} s{for_room}: {self._why(nbytes, outcome, policy)}"
                     )
-                if waited > _WARN_AFTER_SECONDS and not warned:
+                if waited > Limits.current.lock_warning_seconds and not warned:
                     warned = True
                     why = self._why(nbytes, outcome, policy)
                     warn(f"a writer has been waiting {waited:.0f} s{for_room}: {why}")

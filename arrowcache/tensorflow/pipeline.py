@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.arrow.schema import Schema
+from arrowcache.limits import Limits
 from arrowcache.reading.assembly import Memory
 from arrowcache.reading.loader import Loader
 from arrowcache.reading.options import DatasetArguments, LoaderArguments, takes
@@ -44,7 +45,6 @@ _INSTEAD = {
 }
 _BACKENDS = ("auto", "arrow", "native")
 _MOST_PREFETCH = 1 << 16
-_FRAME_BYTES = 32 << 20  # of the arrow backend: TensorFlow takes a millisecond a frame
 
 
 @takes("dataset()", DatasetArguments, _INSTEAD)
@@ -138,7 +138,9 @@ class _CopyingLoader(Loader):
         super().__init__(cache, batch_size, **options)
 
     def _memory(self) -> Memory:
-        return super()._memory() if self._rooms is None else Memory(self._rooms.allocate, _FRAME_BYTES)
+        if self._rooms is None:
+            return super()._memory()
+        return Memory(self._rooms.allocate, Limits.current.frame_bytes)
 
     @property
     def batch_size(self) -> int | None:

@@ -75,7 +75,7 @@ class _Calls:
                     pass
 
 
-def _at_exit() -> None:
+def end_here() -> None:
     if not _origin.is_here:
         return  # a fork: its threads, and the holders of the locks, stayed behind
     _calls.close()
@@ -88,4 +88,4 @@ _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 _iterators: weakref.WeakSet[_Elements] = weakref.WeakSet()
 _calls = _Calls()
 _origin = Origin()
-at_exit(_at_exit)
+at_exit(end_here)

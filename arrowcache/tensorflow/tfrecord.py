@@ -164,7 +164,7 @@ class TFRecordImport(Intake):
         self._files = _distinct(find_files(files))
         self._cache = store.folder.path
         nonce = uuid.uuid4().hex[:8] if again else ""
-        super().__init__(store, _shares(self._files, workers), compression, nonce, self._say)
+        super().__init__(store, shares_of(self._files, workers), compression, nonce, self._say)
         self._bar: Any = None
 
     def run(self, progress: bool | None = None) -> None:
@@ -239,7 +239,7 @@ def _ends(path: str) -> str:
         return str(xxhash.xxh3_64_hexdigest(begins + file.read(_END_BYTES)))
 
 
-def _shares(files: Sequence[str], workers: int) -> list[list[str]]:
+def shares_of(files: Sequence[str], workers: int) -> list[list[str]]:
     """Divide files among workers, as evenly by their bytes as the largest first allows."""
     sizes = {path: tf.io.gfile.stat(path).length for path in files}
     loads = [(0, number) for number in range(min(workers, len(files)))]

@@ -7,7 +7,6 @@ batch, and has closed its source.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from arrowcache.lifetimes import until_exit
+from arrowcache.limits import Limits
 from arrowcache.torch.deferred import keep
 from arrowcache.torch.lane import Course, Flight, Lane
 from arrowcache.torch.structure import split
@@ -190,12 +190,12 @@ class Iteration(Iterator[Any]):
                 return
 
     def _fetch(self) -> None:
-        started = time.perf_counter()
+        started = Limits.current.clock()
         try:
             try:
                 batch, receipt = self._source.next()
             finally:
-                self._counts.stall_seconds += time.perf_counter() - started
+                self._counts.stall_seconds += Limits.current.clock() - started
             parts = split(batch, len(self._lanes)) if self._is_split else [batch]
             flights = [lane.take(part) for lane, part in zip(self._lanes, parts, strict=True)]
             self._fetched = flights, receipt
@@ -219,8 +219,8 @@ class Iteration(Iterator[Any]):
         return True
 
     def _wait_for(self, lane: Lane) -> None:
-        started = time.perf_counter()
+        started = Limits.current.clock()
         try:
             lane.wait()
         finally:
-            self._counts.device_seconds += time.perf_counter() - started
+            self._counts.device_seconds += Limits.current.clock() - started

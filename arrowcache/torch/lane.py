@@ -31,7 +31,6 @@ Invariants, which tests/stateful/test_device_machine.py holds against a device i
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
@@ -45,6 +44,7 @@ from torch._C import _from_dlpack  # torch.utils.dlpack calls it for a capsule; 
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.lifetimes import Origin, call_all
+from arrowcache.limits import Limits
 from arrowcache.torch.backend import Backend, Event, Stream
 from arrowcache.torch.plan import ColumnMemory, CopyPlan, Leaves, PlannedColumn, Planner
 from arrowcache.torch.structure import Build, take_apart
@@ -247,7 +247,7 @@ class Lane:
         Blocks: until the device reads none, at most so long.
         Raises: the error of the last call to the device that failed; all others were made.
         """
-        deadline = time.monotonic() + seconds
+        deadline = Limits.current.clock() + seconds
         free: list[Callable[[], None]] = [
             partial(self._give_away if place.loans else self._give_up, places, place)
             for places in self._columns.values()
@@ -306,7 +306,7 @@ class Lane:
         return memory.tensors(column)
 
     def _end(self, stagings: MutableSequence[Staging], staging: Staging, deadline: float) -> None:
-        while not self._is_read(staging) and time.monotonic() < deadline:
+        while not self._is_read(staging) and Limits.current.clock() < deadline:
             self.backend.pause(_LONGEST_PAUSE_SECONDS)
         if not staging.sources:
             stagings.remove(staging)

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from arrowcache.limits import Limits
 from arrowcache.torch.tensors import is_dense, strides_of_copy
 
 #: Host tensors, by their numbers in the batch.
 Leaves = Mapping[int, torch.Tensor]
 _LeafKind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
-SMALL_BYTES = 1 << 20  # smaller leaves share a column
 _ALIGNMENT = 256
 
 
@@ -85,7 +85,8 @@ class Planner:
         kinds = {number: (leaf.dtype, leaf.shape, leaf.stride()) for number, leaf in leaves.items()}
         known, large, plan = self._last
         if is_new := known != kinds:
-            large = [number for number, leaf in leaves.items() if leaf.nbytes >= SMALL_BYTES]
+            small = Limits.current.small_leaf_bytes
+            large = [number for number, leaf in leaves.items() if leaf.nbytes >= small]
         readable = [number for number in large if self._reads(leaves[number])]
         if is_new or plan.readable != readable:
             plan = _planned(leaves, large, readable)

@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -15,13 +14,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import tensorflow as tf
-from helpers import in_child, wait_until
+from helpers import in_child, limit, wait_until
 from processes import Script
 from tensorflow_backends import every_backend, ids_of, make_cache, wait_until_unleased
 
 from arrowcache.explore.observation import observe
 from arrowcache.tensorflow import dataset
-from arrowcache.tensorflow.source import _at_exit
+from arrowcache.tensorflow.source import end_here
 
 EXIT_SECONDS = 40  # most of it for TensorFlow, which takes its time on a busy machine
 
@@ -45,7 +44,7 @@ def own(errors):
 
 @every_backend
 def test_leases_are_released_as_the_pass_moves_on(cache, backend, monkeypatch):
-    monkeypatch.setattr(sys.modules["arrowcache.tensorflow.pipeline"], "_FRAME_BYTES", 10_000)  # 8 batches
+    limit(monkeypatch, frame_bytes=10_000)  # 8 batches
     iterator = iter(dataset(cache, 16, shuffle="window", window_bytes="16KiB", backend=backend, prefetch=0))
     next(iterator)
     most = cache.stats().leased_bytes
@@ -172,7 +171,7 @@ def test_a_forked_child_neither_ends_nor_prolongs_an_epoch(cache, backend):
     ready, release = os.pipe()
 
     def child():
-        _at_exit()  # what an exit of the child runs
+        end_here()  # what an exit of the child runs
         os.read(ready, 1)
 
     with in_child(child):

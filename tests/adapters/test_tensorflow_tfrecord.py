@@ -26,7 +26,7 @@ from arrowcache.storage.store import Cancelled
 from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
 from arrowcache.tensorflow.intake import MARKS, take_in
 from arrowcache.tensorflow.records import fingerprint_of
-from arrowcache.tensorflow.tfrecord import _shares, find_files
+from arrowcache.tensorflow.tfrecord import find_files, shares_of
 
 SMALL = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (2, 3)), "text": ac.String()})
 
@@ -516,13 +516,13 @@ def test_files_are_shared_out_by_their_bytes_and_keep_their_order(tmp_path):
     files = [str(tmp_path / f"{number}") for number in range(len(sizes))]
     for path, size in zip(files, sizes, strict=True):
         Path(path).write_bytes(bytes(size))
-    shares = _shares(files, 2)
+    shares = shares_of(files, 2)
     assert sorted(path for share in shares for path in share) == files
     assert all(share == sorted(share) for share in shares)
     loads = [sum(os.path.getsize(path) for path in share) for share in shares]
     assert max(loads) - min(loads) <= 40
-    assert sorted(map(len, _shares(files[5:], 2))) == [1, 1], "empty ones, too"
-    assert _shares(files[:2], 5) == [[files[1]], [files[0]]]
+    assert sorted(map(len, shares_of(files[5:], 2))) == [1, 1], "empty ones, too"
+    assert shares_of(files[:2], 5) == [[files[1]], [files[0]]]
 
 
 def test_an_error_says_how_many_rows_were_published_before(cache, tmp_path):

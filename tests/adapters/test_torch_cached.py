@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
-from helpers import flip_byte, in_child, segment_files, wait_until
+from helpers import flip_byte, in_child, limit, segment_files, wait_until
 from processes import METHODS, Child, Script, private_mounts, small_disk
 from torch.utils.data import (
     BatchSampler,
@@ -38,7 +38,6 @@ from torch.utils.data import (
 
 import arrowcache as ac
 from arrowcache.explore.board import Board
-from arrowcache.read_through import outbox, trouble
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
 from arrowcache.torch import CachedDataset, Loader, cached
@@ -567,7 +566,7 @@ def test_threads_that_begin_together_have_one_reader(path, monkeypatch):
 
 
 def test_what_was_made_is_published_after_a_minute_without_a_pause(path, monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_DELAY_SECONDS", 0.2)
+    limit(monkeypatch, publish_seconds=0.2)
     numbers = chain.from_iterable(repeat(range(5)))
     with cached(Numbers(5), path, capacity="16MiB") as train:
         cache = ac.Cache.open(path)
@@ -1195,7 +1194,7 @@ def test_a_folder_that_is_removed_leaves_a_slow_dataset_and_a_warning(path):
 def test_a_cache_that_failed_is_tried_again_after_half_a_minute(path, monkeypatch):
     with cached(Numbers(5), path, capacity="16MiB") as train:
         path.rename(path.with_name("away"))
-        monkeypatch.setattr(trouble, "_AGAIN_SECONDS", 1.5)
+        limit(monkeypatch, trouble_seconds=1.5)
         with pytest.warns(RuntimeWarning, match="items are made"):
             train[1]
         path.with_name("away").rename(path)

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from helpers import ids_of, wait_until
+from helpers import ids_of, limit, wait_until
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 
 import arrowcache as ac
-from arrowcache.torch import Loader, plan
+from arrowcache.torch import Loader
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
@@ -24,7 +24,7 @@ BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 @pytest.fixture
 def fake(fake, monkeypatch):
     """A device, to which images go by themselves."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
+    limit(monkeypatch, small_leaf_bytes=4096)
     return fake
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import make_cache, segment_files, wait_until
+from helpers import limit, make_cache, segment_files, wait_until
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -18,7 +18,6 @@ import torch
 
 import arrowcache as ac
 from arrowcache.errors import MissingSegmentsError
-from arrowcache.reading import packing, sequences
 from arrowcache.torch import EpochBatchSampler, Loader, PackedLoader, packed
 
 LENGTH, SIZE, DOCUMENTS = 32, 3, 160
@@ -29,9 +28,7 @@ KINDS = pytest.mark.parametrize("split", [True, False], ids=["cut", "best fit"])
 @pytest.fixture(autouse=True)
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch has some ten bundles, of at least 16 sequences, and makes two batches at once."""
-    monkeypatch.setattr(packing, "_BUNDLE_TOKENS", 1)
-    monkeypatch.setattr(packing, "_LEAST_SEQUENCES", 16)
-    monkeypatch.setattr(sequences, "_PORTION_TOKENS", 2 * SIZE * LENGTH)
+    limit(monkeypatch, bundle_tokens=1, bundle_sequences=16, portion_tokens=2 * SIZE * LENGTH)
 
 
 def fill(cache: ac.Cache, count: int, first: int = 0, seed: int = 0) -> int:
@@ -206,7 +203,7 @@ def test_seed_and_epoch_alone_choose_the_sequences(cache, split):
 
 def test_sequences_of_a_long_document_are_shuffled_among_others(cache, monkeypatch):
     """Documents in their order: even so few batches are all of one document."""
-    monkeypatch.setattr(packing, "_LEAST_SEQUENCES", 1000)
+    limit(monkeypatch, bundle_sequences=1000)
     with packed_of(cache, shuffle=None) as loader:
         runs = [{*(batch["tokens"][batch["loss_mask"]] // 1000).tolist()} == {5} for batch in loader]
     assert sum(runs) < 900 // LENGTH // SIZE - 5
@@ -420,8 +417,8 @@ def test_what_has_left_the_cache_is_left_out_and_nothing_else_changes(
     cache, split, shuffle, documents, step, monkeypatch
 ):
     """Evicted twice, and resumed twice: the second time within an epoch that has lost documents already."""
-    monkeypatch.setattr(packing, "_MANY_DOCUMENTS", documents)  # of a bundle
-    monkeypatch.setattr(packing, "_FEW_SEQUENCES", 2)
+    limit(monkeypatch, short_documents=documents)  # of a bundle
+    limit(monkeypatch, short_sequences=2)
     options: dict[str, Any] = {"split": split, "shuffle": shuffle}
     with packed_of(cache, **options) as loader:
         whole = [*loader]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gc
 import threading
-import types
 import weakref
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, in_child, make_cache, publish
+from helpers import DEADLINE_SECONDS, in_child, limit, make_cache, publish
 from interruptions import Interruption, files
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -24,9 +23,8 @@ from fake_device import FakeDevice, Stream
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.linux import PAGE_BYTES
-from arrowcache.reading import stats as loader_stats
 from arrowcache.reading.memory import SharedMemory
-from arrowcache.torch import DevicePrefetcher, Loader, deferred, iteration, lane, plan, registered, tensors
+from arrowcache.torch import DevicePrefetcher, Loader, deferred, registered, tensors
 
 MIB = 1 << 20
 
@@ -34,12 +32,7 @@ MIB = 1 << 20
 @pytest.fixture
 def clock(fake, monkeypatch):
     """Time passes only where a processor waits for the fake device."""
-    times = types.SimpleNamespace(
-        perf_counter=lambda: fake.clock, monotonic=lambda: fake.clock, time=lambda: fake.clock
-    )
-    monkeypatch.setattr(iteration, "time", times)
-    monkeypatch.setattr(lane, "time", times)
-    monkeypatch.setattr(loader_stats, "time", times)
+    limit(monkeypatch, clock=lambda: fake.clock, wall_clock=lambda: fake.clock)
     return fake
 
 
@@ -332,7 +325,7 @@ def test_one_device_that_fails_at_close_keeps_no_other_from_being_closed(fakes):
 
 
 def test_a_device_copies_from_slots_of_worker_processes(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
+    limit(monkeypatch, small_leaf_bytes=4096)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
     with (
@@ -422,7 +415,7 @@ def test_memory_that_has_died_is_forgotten():
 
 
 def test_where_a_device_refuses_to_register_batches_are_staged(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)
+    limit(monkeypatch, small_leaf_bytes=4096)
     fake.refuses_to_register = True
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)

@@ -1,29 +1,39 @@
-"""Tests speak to faces: what they read of others' privates, or put in their place, becomes less only."""
+"""Tests speak to faces: what they name of the package's privates, or put in their place, becomes less only.
+
+Private is what begins with `_`: a test imports none, reads none, and patches none, constants included, in its
+own process or in the text of a script. Clocks, sizes and waits are one value, `arrowcache.limits.Limits`: a
+test sets it by `helpers.limit`, a script by `Limits.current = Limits(...)`.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
-from collections import Counter
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from arrowcache.limits import Limits
+
 TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "arrowcache"
 SEAMS = (
     "os.", "subprocess.", "sys.", "time.", "tempfile.", "Path.", "socket.", "builtins.",  # Python's own
-    "threading.Thread.", "resource.", "importlib.util.", "warnings.",
-    "torch.", "np.", "tf.", "jax.", "pq.",  # other libraries, as they are on another machine
+    "threading.Thread.", "resource.", "importlib.util.", "warnings.", "_thread.", "fcntl.",
+    "torch.", "np.", "tf.", "jax.", "pq.", "ray.", "xxhash.",  # other libraries
     "arrowcache.linux.", "linux.", "maps.", "locks.", "Folder.", "LockFile.",  # the kernel, files of a cache
     "engine.library.", "engine.quick.", "arrowcache.torch.device.backend_of.",  # native code, devices
+    "Limits.current.",
 )  # fmt: skip
-"""What may be patched: calls of files, of the clock, of processes, of the kernel and of other libraries."""
-CONSTANTS_AND_CLOCKS = re.compile(r"_?[A-Z][A-Z_]*|time|resource")
-"""So may constants, or a large size and a long wait would take much of either, and a module's clock.
-
-Constants may be read, too.
-"""
+"""What may be patched: calls of files, of processes, of the kernel and of other libraries, and the limits."""
+PATCHES = re.compile(r"\w+\.(setattr|delattr)|(mock\.)?patch(\.object)?")
+GETS = re.compile(r"^((\w+\.)*([sg]et|has|del)attr|patch\.object)\(")
 LIST = Path(__file__).with_name("privates.txt")
-"""How many of both each file has still. `python tests/architecture/test_faces.py` writes it anew, if no file
+"""How many of these each file has still. `python tests/architecture/test_faces.py` writes it anew, if no file
 has more than before: it only shrinks.
 """
 
@@ -33,7 +43,7 @@ def allowed() -> dict[str, int]:
     return {name: int(count) for count, name in (line.split(maxsplit=1) for line in lines)}
 
 
-PUBLIC = re.compile(r"__.*|_repr_\w+_|_asdict|_replace|_exit")
+PUBLIC = re.compile(r"__.*|_repr_\w+_|_asdict|_replace|_exit|_")
 """Names that begin as a private one does, and are in Python's or Jupyter's documentation."""
 
 
@@ -41,81 +51,226 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not PUBLIC.fullmatch(name)
 
 
-def own_names(tree: ast.AST) -> set[str]:
-    """Private names that a file defines by itself: its classes may use them among themselves."""
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+def bound(tree: ast.AST) -> set[str]:
+    """Private names that a file binds: of functions, classes, variables, and attributes of `self`."""
+    found = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found |= {node.attr} if ast.unparse(node.value) == "self" else set()
-    return found
-
-
-def reads(tree: ast.AST) -> list[str]:
-    """Private attributes of any object but `self` and those that the file itself defines."""
-    own = own_names(tree)
-    return [
-        ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and is_private(node.attr)
-        and not CONSTANTS_AND_CLOCKS.fullmatch(node.attr)
-        and node.attr not in own
-        and ast.unparse(node.value) not in ("self", "cls", "os", "sys")
-    ]
-
-
-def patches(tree: ast.AST) -> list[str]:
-    """What is put in place of something of the package's, other than at a seam."""
-    return [
-        ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith("patch.setattr")
-        and node.args
-        and not f"{_target(node)}.".startswith(SEAMS)
-        and not CONSTANTS_AND_CLOCKS.fullmatch(_target(node).rpartition(".")[2])
-    ]
-
-
-def _target(call: ast.Call) -> str:
-    """What a call of setattr names, be it in one argument or in two."""
-    return ".".join(_value(node) for node in call.args[: 1 if len(call.args) == 2 else 2])
-
-
-def _value(node: ast.expr) -> str:
-    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return {name for name in found if is_private(name)}
 
 
 @functools.cache
-def counted() -> Counter[str]:
-    found: Counter[str] = Counter()
-    for path in sorted(TESTS.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        found[str(path.relative_to(TESTS))] += len(reads(tree)) + len(patches(tree))
-    return +found
+def privates() -> frozenset[str]:
+    """All private names of the package, but for those of columns and the like, which are texts there too."""
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return frozenset().union(*map(bound, trees)) - frozenset().union(*map(texts, trees))
 
 
-def grown() -> dict[str, int]:
-    return {name: count for name, count in counted().items() if count > allowed().get(name, 0)}
+@functools.cache
+def modules() -> frozenset[str]:
+    paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    return frozenset(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 
-def test_no_test_reads_more_privates_or_patches_more_than_it_did():
-    assert not grown(), "speak to a public face, or patch at one of SEAMS"
+def texts(tree: ast.AST) -> Iterator[str]:
+    """The strings of a file, with a 0 for each thing that is put into one."""
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values]
+            yield "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.value
+
+
+def scripts(tree: ast.AST) -> Iterator[ast.AST]:
+    """The texts that are Python of several lines."""
+    for text in texts(tree):
+        if "\n" in text and re.search(r"[=(]", text):
+            with suppress(SyntaxError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                yield ast.parse(textwrap.dedent(text))
+
+
+def last_of(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def named(tree: ast.AST) -> list[str]:
+    """Private names of the package that a file imports, reads, or has as a text, and does not bind itself."""
+    ours = privates() - bound(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arrowcache"):
+            found += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.Attribute) and node.attr in ours:
+            is_own = ast.unparse(node.value) in ("self", "cls", "os", "sys")
+            found += [] if is_own else [ast.unparse(node)]
+        elif isinstance(node, ast.Call | ast.Tuple | ast.List):  # as a text, beside what it is of
+            parts = node.args if isinstance(node, ast.Call) else node.elts
+            is_ours = any(isinstance(part, ast.Name) for part in parts) or GETS.search(ast.unparse(node))
+            found += [text for part in parts for text in private_text(part) if is_ours or "." in text]
+    return found
+
+
+def private_text(node: ast.AST) -> list[str]:
+    text = node.value if isinstance(node, ast.Constant) else None
+    is_one = isinstance(text, str) and re.fullmatch(r"[\w.]+", text) and last_of(text) in privates()
+    return [text] if is_one else []
+
+
+def patches(tree: ast.AST) -> list[str]:
+    """What is put in place of something of the package's, other than at a seam.
+
+    By an assignment too, if it is to a module or a class: attributes of others are settings. Private names
+    are not among these: `named` has them.
+    """
+    ours, others = set(), {"benchmarks"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names}
+            if (node.module or "").startswith("arrowcache"):
+                ours |= {
+                    name for full, name in names.items() if full in modules() or last_of(full)[0].isupper()
+                }
+            elif (node.module or "").startswith("benchmarks"):
+                others |= {*names.values()}
+    targets = [
+        target(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and PATCHES.fullmatch(ast.unparse(node.func)) and node.args
+    ]
+    targets += [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) in ours
+    ]
+    return [
+        name
+        for name in targets
+        if not f"{name}.".startswith(SEAMS)
+        and name.partition(".")[0] not in others
+        and not is_private(last_of(name))
+    ]
+
+
+def target(call: ast.Call) -> str:
+    """What a call of setattr names, be it in one argument or in two."""
+    is_whole = isinstance(call.args[0], ast.Constant)
+    return ".".join(
+        str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+        for node in call.args[: 1 if is_whole else 2]
+    )
+
+
+def offenders(tree: ast.AST) -> list[str]:
+    return [found for each in (tree, *scripts(tree)) for found in (*named(each), *patches(each))]
+
+
+@functools.cache
+def counted() -> dict[str, list[str]]:
+    found = {
+        str(path.relative_to(TESTS)): offenders(ast.parse(path.read_text()))
+        for path in sorted(TESTS.rglob("*.py"))
+        if path != Path(__file__)
+    }
+    return {name: each for name, each in found.items() if each}
+
+
+def grown() -> dict[str, list[str]]:
+    return {name: found for name, found in counted().items() if len(found) > allowed().get(name, 0)}
+
+
+def test_no_test_names_more_privates_or_patches_more_than_it_did():
+    assert grown() == {}, "speak to a public face, set a limit by helpers.limit, or patch at one of SEAMS"
 
 
 def test_the_list_of_those_that_still_do_is_no_longer_than_needed():
-    found = counted()
-    fewer = {name: found[name] for name, count in allowed().items() if found[name] < count}
-    assert not fewer, "python tests/architecture/test_faces.py writes the list anew"
+    fewer = [name for name, count in allowed().items() if len(counted().get(name, ())) < count]
+    assert fewer == [], "python tests/architecture/test_faces.py writes the list anew"
 
 
 def test_what_is_looked_for_is_found():
-    tree = ast.parse(
-        "monkeypatch.setattr(Stream, 'take', take)\nmonkeypatch.setattr(os, 'link', link)\nit._lock"
-    )
-    assert (len(reads(tree)), len(patches(tree))) == (1, 1)
+    name = min(privates())
+    for text in (
+        "from arrowcache.native.threads import NAME",
+        "threads.NAME()",
+        "mapped.NAME",
+        "monkeypatch.setattr(mapped, 'NAME', 0)",
+        "monkeypatch.setattr('arrowcache.reading.mapped.NAME', 0)",
+        "patch.object(mapped, 'NAME', 0)",
+        "MISSING = {'half': (mapped, 'NAME')}",
+        "monkeypatch.setattr(plan, 'MOST_ROWS', 0)",
+        "monkeypatch.setattr(Stream, 'take', take)",
+        'SCRIPT = """\nfrom arrowcache.reading import mapped\nmapped.NAME = 0"""',
+        'SCRIPT = f"""\n    from arrowcache.reading import mapped\n    mapped.MOST = {most}"""',
+    ):
+        assert offenders(ast.parse(text.replace("NAME", name))), text
+    for text in (
+        "monkeypatch.setattr(os, 'link', link)",
+        "monkeypatch.setattr(Limits, 'current', Limits())",
+        "from benchmarks import figures\nmonkeypatch.setattr(figures, 'STEPS', 0)",
+        'SCRIPT = """\nfrom arrowcache.limits import Limits\nLimits.current = Limits(join_seconds=0)"""',
+        "class A:\n    def NAME(self): ...\nA().NAME()",
+        "text = 'a sentence of NAME a cache'",
+    ):
+        assert not offenders(ast.parse(text.replace("NAME", name))), text
+
+
+def read_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run as a module is imported: defaults of arguments and decorators are among these."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            parts = [*child.args.defaults, *filter(None, child.args.kw_defaults)]
+            parts += [] if isinstance(child, ast.Lambda) else child.decorator_list
+            for part in parts:
+                yield from ast.walk(part)
+        else:
+            yield child
+            yield from read_at_import(child)
+
+
+def test_limits_are_read_when_they_act_and_the_package_sets_none():
+    """One that is read at import, or kept in a default, could not be set any more."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        early = {id(node) for node in read_at_import(tree)}
+        found += [
+            f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "Limits.current"
+            if path.name != "limits.py" and (id(node) in early or not isinstance(node.ctx, ast.Load))
+        ]
+    assert found == []
+
+
+def test_each_limit_is_read_and_is_set_by_a_test():
+    """Else it is a constant of its module."""
+    limits = {field.name for field in dataclasses.fields(Limits)}
+    read = re.findall(r"Limits\.current\.(\w+)", "".join(p.read_text() for p in PACKAGE.rglob("*.py")))
+    given = {
+        keyword.arg
+        for path in TESTS.rglob("*.py")
+        for tree in [ast.parse(path.read_text())]
+        for each in (tree, *scripts(tree))
+        for node in ast.walk(each)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("limit", "Limits")
+        for keyword in node.keywords
+    }
+    assert limits - {*read} == set()
+    assert limits - given == set()
 
 
 if __name__ == "__main__":
     if not grown():
-        LIST.write_text("".join(f"{count} {name}\n" for name, count in sorted(counted().items())))
+        LIST.write_text("".join(f"{len(found)} {name}\n" for name, found in counted().items()))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers import limit
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -23,7 +24,7 @@ from fake_device import FakeDevice
 from pretended_cuda import pretended_cuda
 from quick import one_in
 
-from arrowcache.torch import DevicePrefetcher, Loader, plan
+from arrowcache.torch import DevicePrefetcher, Loader
 from benchmarks import device
 from benchmarks.device_proof import correctness, figures, graphs, loaders, table, trouble
 from benchmarks.device_proof.__main__ import main, outcomes
@@ -228,7 +229,7 @@ def test_a_loader_or_prefetcher_that_is_broken_fails(monkeypatch, module, broken
 
 
 def test_a_copy_for_each_leaf(monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_BYTES", 1)
+    limit(monkeypatch, small_leaf_bytes=1)
     assert "820 copies for 20 batches" in failed("copies")
 
 

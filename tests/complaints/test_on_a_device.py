@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish
+from helpers import limit, make_cache, publish
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -21,7 +21,7 @@ from fake_device import FakeDevice
 
 import arrowcache as ac
 import arrowcache.torch.device
-from arrowcache.torch import Loader, plan
+from arrowcache.torch import Loader
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 ROWS = 2048
@@ -101,7 +101,7 @@ def fake(monkeypatch):
 
 @pytest.mark.slow
 def test_complaint_18_pinned_memory_is_made_once_and_batches_are_gathered_into_it(cache, fake, monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_BYTES", 4096)  # images go by themselves
+    limit(monkeypatch, small_leaf_bytes=4096)  # images go by themselves
     batches = 0
     with Loader(cache, 64, device="fake") as loader, Loader(cache, 64) as plain:
         for _ in range(5):

@@ -26,6 +26,7 @@ from helpers import (
 )
 
 import arrowcache as ac
+from arrowcache.linux import boot_id
 from arrowcache.reading.membership import Membership
 from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
@@ -33,7 +34,6 @@ from arrowcache.storage import mapping
 from arrowcache.storage.layout import LockRecord
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import Notes
-from arrowcache.storage.recovery import boot_id
 
 CAPACITY = 400 * KIB
 NEW = 10**5  # the first id that an operation publishes

@@ -33,7 +33,7 @@ BEGINNING = """
     from pathlib import Path
     import numpy as np
     import arrowcache as ac
-    from arrowcache.reading import mapped
+    from arrowcache.limits import Limits
     from faulty_disk import Disk
     from helpers import ids_of, mapped_seqs, segment_files, wait_until
     from mixed_rows import BAD, DAMAGED, FIXED, OTHERS, VARIABLE, WHOLE, checked, rows_of
@@ -64,7 +64,7 @@ END = """
 
 GATHERS = """
     for most_mapped in (1000, 0):
-        mapped._MOST_MAPPED = most_mapped
+        Limits.current = Limits(mapped_segments=most_mapped)
         for is_cold in (True, False):
             for columns in (FIXED, VARIABLE):
                 drop()
@@ -156,7 +156,7 @@ OPENS = """
                         while not fetch.take(0.05):
                             pass
                     del fetch
-                mapped._MOST_MAPPED = 0
+                Limits.current = Limits(mapped_segments=0)
                 with cache.snapshot() as snapshot:
                     snapshot.map_all()
                     snapshot.temperature.is_cold = is_cold
@@ -164,7 +164,7 @@ OPENS = """
                         failed(lambda: snapshot.gather(WHOLE, columns), kind, name, *words)
                         assert checked(snapshot.gather(OTHERS, columns)) == OTHERS
                     assert checked(snapshot.gather(WHOLE, columns)) == WHOLE
-                mapped._MOST_MAPPED = 1000
+                Limits.current = Limits(mapped_segments=1000)
         for shuffle in ("rows", "window"):
             drop()
             with of_loader(cache, 6, shuffle=shuffle) as loader:
@@ -183,10 +183,9 @@ def test_files_that_cannot_be_opened_while_rows_are_read_are_read_where_they_are
 
 
 ENDS = """
-    from arrowcache.native.threads import threads as of_process
     from plain_rows import threads
 
-    of_process.PATIENCE_NANOSECONDS = 50_000_000  # in place of 5 s
+    Limits.current = Limits(stuck_seconds=0.05)
 
     def left_behind(end, *begun):
         "How many jobs were, as two threads were held."

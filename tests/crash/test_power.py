@@ -25,7 +25,8 @@ from helpers import KIB, disk_bytes, flip_byte, full, make_cache, publish, repla
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache.storage import recovery
+from arrowcache import linux
+from arrowcache.limits import Limits
 from arrowcache.storage.folder import Folder, PartFile
 from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.store import Store
@@ -134,11 +135,10 @@ def condemn(cache: ac.Cache, life: Life) -> None:
 
 
 @contextmanager
-def another_boot(folder: Path):
+def another_boot():
     """The machine has restarted."""
-    (folder / "boot").write_text("another boot\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recovery, "_BOOT_ID", folder / "boot")
+        patch.setattr(linux, "boot_id", lambda: "another boot")
         patch.setattr(os, "fsync", lambda fd: None)  # which would take most of the time
         yield
 
@@ -158,7 +158,7 @@ def cuts(life: Life, seeds: int) -> dict[tuple[Any, ...], tuple[int, str, Tree]]
 def check_all(life: Life, folder: Path, check: Callable[[Life, int, Path], None], seeds: int) -> int:
     """Open what each cut leaves; returns how many things it may be."""
     left = cuts(life, seeds)
-    with another_boot(folder):
+    with another_boot():
         for cut, fate, tree in left.values():
             lay_out(tree, folder / "left")
             path = folder / "left" / "new" / "cache"
@@ -283,7 +283,7 @@ MISSING: dict[str, tuple[bool, object, str, Any, str]] = {
     "the parents' sync": (True, Folder, "sync_folder", below_the_cache, "no cache here"),
     "the quarantine's sync": (True, Folder, "sync_isolated", nothing, "and back"),
     "the tasks' sync": (True, Folder, "sync_tasks", nothing, "second time"),
-    "the leap of numbers": (True, recovery, "_LEAP", 0, "given out twice"),
+    "the leap of numbers": (True, Limits, "current", Limits(number_leap=0), "given out twice"),
     "the check after a restart": (False, Store, "suspect_below", lambda self: 0, "wrong row"),
 }  # fmt: skip
 
@@ -381,7 +381,7 @@ def test_a_counter_is_synced_before_there_is_a_cache_and_once_a_restart(tmp_path
     cache = ac.Cache.open(tmp_path / "cache")
     opens = lambda: ac.Cache.open(cache.path)  # noqa: E731
     assert calls_of(cache, opens) == []
-    with another_boot(tmp_path):
+    with another_boot():
         assert calls_of(cache, opens) == ["write .lock", "sync .lock"]
         assert calls_of(cache, opens) == []
 
@@ -393,9 +393,8 @@ def test_numbers_are_given_out_once_though_the_power_fails_again_and_again(tmp_p
     make_cache(path)
     given: list[int] = []
     for number in range(4):
-        (tmp_path / "boot").write_text(f"boot {number}\n")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recovery, "_BOOT_ID", tmp_path / "boot")
+            patch.setattr(linux, "boot_id", lambda number=number: f"boot {number}")
             with Disk(path.parent).recording() as disk:
                 cache = ac.Cache.open(path)
                 publish(cache, 3)
@@ -481,7 +480,7 @@ def test_what_a_power_cut_zeroed_is_found_out_before_a_row_of_it_is_read(tmp_pat
     files = segment_files(cache)
     for file, left in zip(files[1:], LEFT.values(), strict=False):
         replace_file(file, left(file.read_bytes()))
-    with another_boot(tmp_path), warnings.catch_warnings():
+    with another_boot(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         again = ac.Cache.open(path)
         got = READERS[reader](again)
@@ -502,7 +501,7 @@ def test_a_cache_whose_locks_were_zeroed_goes_on(tmp_path, left):
     before = segment_files(cache)
     (path / "cache.lock").write_bytes(left)
     (path / "lease.lock").write_bytes(left)
-    with another_boot(tmp_path):
+    with another_boot():
         again = ac.Cache.open(path)
         assert read_right(again) == 48
         publish(again, 1)

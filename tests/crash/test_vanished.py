@@ -13,11 +13,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import ids_of, in_child, make_cache, publish, sample, wait_until, worker_pids
+from helpers import (
+    ids_of,
+    in_child,
+    make_cache,
+    publish,
+    sample,
+    wait_until,
+    worker_pids,
+    worker_processes_run,
+)
 from processes import Script, private_mounts
 
 import arrowcache as ac
-from arrowcache import process
 
 AT_WORK = """
     import os, pathlib, sys
@@ -223,7 +231,7 @@ def test_rows_that_were_taken_before_an_error_are_counted_in_it(cache, tmp_path)
 def test_a_folder_that_goes_while_workers_start_is_said_by_them(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(process, "_START", waiting + process._START)
+    worker_processes_run(monkeypatch, waiting)
     with ac.Loader(cache, 16, workers=2, transform=dict, timeout=60) as loader:
         epoch = iter(loader)
         shutil.rmtree(cache.path)

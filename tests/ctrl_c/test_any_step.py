@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ids_of, make_cache, mapped_seqs, publish, published_ids, segment_files, wait_until
+from helpers import ids_of, limit, make_cache, mapped_seqs, publish, published_ids, segment_files, wait_until
 from interruptions import Code, files, interruptions, library
 from page_cache import drop_from_memory
 
 import arrowcache as ac
 from arrowcache import linux
 from arrowcache.native import maps
-from arrowcache.reading import stream
 from arrowcache.reading.memory import SharedMemory
 from arrowcache.storage.mapping import FileMapping, live_mappings
 
@@ -114,7 +113,7 @@ def seam(cache: ac.Cache) -> Iterator[Work]:
         ac.Loader(cache, 8, prefetch=8, columns=["id"]) as loader,
         closing(loader.repeat()) as epochs,
     ):
-        patch.setattr(stream, "_MANY_SEGMENTS", 6)
+        limit(patch, slow_segments=6)
         next(epochs)
         yield lambda: consume(itertools.islice(epochs, 20))
 

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish, seqs
+import xxhash
+from helpers import limit, make_cache, publish, seqs
 
 import arrowcache as ac
 from arrowcache import explore
@@ -89,17 +90,17 @@ def test_an_empty_cache_has_no_duplicates(tmp_path):
 def test_looking_for_duplicates_lets_samplers_go_on(tmp_path, monkeypatch):
     cache = make_cache(tmp_path / "cache", capacity="768KiB")
     publish(cache, segments=26)
-    passed = []
+    hashed = []
 
-    def hash_rows(columns, digests, original=compare._hash_rows):
-        original(columns, digests)
-        del columns
-        if passed:
+    def xxh3_128(row, original=xxhash.xxh3_128):
+        hashed.append(1)
+        if len(hashed) > 16 and len(hashed) % 16 == 1:  # the first of a segment
             publish(cache, segments=1)  # on_full="raise"
-        passed.append(1)
+        return original(row)
 
-    monkeypatch.setattr(compare, "_hash_rows", hash_rows)
+    monkeypatch.setattr(xxhash, "xxh3_128", xxh3_128)
     duplicates(cache, ["id"])
+    assert len(hashed) == 26 * 16
     assert seqs(cache)[0] > 6
     assert cache.stats().leased_bytes == 0
 
@@ -173,7 +174,7 @@ def test_a_drift_reads_neither_more_nor_leases_longer(tmp_path, monkeypatch):
 def test_few_of_many_values_are_drawn(tmp_path, monkeypatch):
     cache = drifting(tmp_path / "c")
     exact = drift(cache).loc["noise"]
-    monkeypatch.setattr(compare, "_DRAWN", 60)
+    limit(monkeypatch, compared_values=60)
     drawn = drift(cache).loc["noise"]
     assert drawn["first_mean"] == exact["first_mean"]
     assert drawn["ks"] != exact["ks"]

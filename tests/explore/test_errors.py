@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 from helpers import make_cache, publish, wait_until
 
@@ -14,23 +12,26 @@ for needed in ("duckdb", "pandas"):
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "call"),
+    ("function", "call"),
     [
-        ("summary", "distribution_of", explore.describe),
-        ("compare", "_hash_rows", explore.duplicates),
-        ("summary", "distribution_of", explore.drift),
-        ("exchange", "_write", lambda cache: explore.export_parquet(cache, cache.path.parent / "exported")),
-        ("query", "_announce", lambda cache: explore.sql(cache, "select id from cache")),
+        ("arrowcache.explore.summary.distribution_of", explore.describe),
+        ("xxhash.xxh3_128", explore.duplicates),
+        ("arrowcache.explore.summary.distribution_of", explore.drift),
+        (
+            "pyarrow.parquet.write_table",
+            lambda cache: explore.export_parquet(cache, cache.path.parent / "exported"),
+        ),
+        ("arrowcache.explore.query.announce", lambda cache: explore.sql(cache, "select id from cache")),
     ],
 )
-def test_what_is_interrupted_keeps_no_segment(tmp_path, monkeypatch, module, function, call):
-    def interrupted(column, *_):
+def test_what_is_interrupted_keeps_no_segment(tmp_path, monkeypatch, function, call):
+    def interrupted(column, *_, **options):
         assert len(column)  # held by this frame, too
         raise KeyboardInterrupt
 
     cache = make_cache(tmp_path / "cache")
     publish(cache, segments=4)
-    monkeypatch.setattr(importlib.import_module(f"arrowcache.explore.{module}"), function, interrupted)
+    monkeypatch.setattr(function, interrupted)
     with pytest.raises(KeyboardInterrupt) as kept:
         call(cache)
     wait_until(lambda: cache.stats().leased_bytes == 0, "Arrow's threads to let go")

@@ -7,12 +7,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from every_type import every_type
-from helpers import EVERY_TYPE, flip_byte, ids_of, make_cache, publish, published_ids, segment_files, seqs
+from helpers import (
+    EVERY_TYPE,
+    flip_byte,
+    ids_of,
+    limit,
+    make_cache,
+    publish,
+    published_ids,
+    segment_files,
+    seqs,
+)
 
 import arrowcache as ac
 from arrowcache import explore
 from arrowcache.arrow.foreign import kind_of
-from arrowcache.explore import exchange
 from arrowcache.explore.exchange import export_parquet, import_parquet
 from arrowcache.sampling.sources import ParquetRows
 
@@ -78,7 +87,7 @@ def test_pandas_and_duckdb_read_what_was_exported(cache, tmp_path):
 
 
 def test_large_segments_are_divided_into_row_groups(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange, "_GROUP_BYTES", 4096)
+    limit(monkeypatch, exported_bytes=4096)
     path = export_parquet(cache, tmp_path / "out")[0]
     with pq.ParquetFile(path) as file:
         assert file.num_row_groups > 4
@@ -89,12 +98,12 @@ def test_the_oldest_segments_are_exported_too_and_released_as_they_are_done(tmp_
     cache = make_cache(tmp_path / "cache", capacity="512KiB")
     publish(cache, segments=14)
 
-    def write(table, path, original=exchange._write):
-        original(table, path)
+    def write(table, path, original=pq.write_table, **options):
+        original(table, path, **options)
         if path.name[:20] != f"{0:020d}":
             publish(cache, segments=1)  # on_full="raise"
 
-    monkeypatch.setattr(exchange, "_write", write)
+    monkeypatch.setattr(pq, "write_table", write)
     assert len(export_parquet(cache, tmp_path / "out")) == 14
     assert seqs(cache)[0] > 6
     assert cache.stats().leased_bytes == 0

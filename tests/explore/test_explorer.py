@@ -693,7 +693,13 @@ def test_a_browser_of_another_user_does_not_come_without_the_token(shown, monkey
     if owner == "another":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     else:
-        monkeypatch.setattr(serving, "_CONNECTIONS", ())
+
+        def unlisted(path, *arguments, original=open, **options):
+            if str(path).startswith("/proc/net/tcp"):
+                raise PermissionError(path)
+            return original(path, *arguments, **options)
+
+        monkeypatch.setattr("builtins.open", unlisted)
     with Server(shown, "a <title>", opens=True) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -8,13 +8,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import flip_byte, segment_files
+from helpers import flip_byte, limit, segment_files
 from markup import seen
 
 pytest.importorskip("matplotlib", reason="the extra 'explore' is not installed")
 
 import arrowcache as ac
-from arrowcache.explore import galleries as gallery_module
 from arrowcache.explore.drawing import Pixels, Words
 from arrowcache.explore.galleries import gallery
 
@@ -135,7 +134,7 @@ def test_of_many_values_those_with_most_rows_are_shown(cache):
 
 
 def test_a_column_of_too_many_values_is_refused(cache, monkeypatch):
-    monkeypatch.setattr(gallery_module, "_MOST_VALUES", 2)
+    limit(monkeypatch, grouping_values=2)
     with pytest.raises(ValueError, match="by='label' has over 2 different values: group by one of few"):
         gallery(cache, "image", by="label")
     assert len(gallery(cache, "image", by="half").groups) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import published_ids, segment_files
+from helpers import limit, published_ids, segment_files
 
 import arrowcache as ac
 from arrowcache.explore import parquet
@@ -42,7 +42,7 @@ def ids(cache):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Files are read some rows at a time."""
-    monkeypatch.setattr(parquet, "_MOST_ROWS", 8)
+    limit(monkeypatch, imported_rows=8)
 
 
 # twice
@@ -224,7 +224,7 @@ def test_segments_that_somebody_reads_stay_and_are_counted(tmp_path, monkeypatch
                 held.append(cache.snapshot())
             return original(name, column, kind)
 
-        monkeypatch.setattr(parquet, "_MOST_ROWS", 8)
+        limit(monkeypatch, imported_rows=8)
         monkeypatch.setattr(parquet, "values_of", values)
         with pytest.raises(ac.SchemaError) as raised:
             import_parquet(path, cache)
@@ -245,7 +245,7 @@ def test_a_cache_that_others_use_by_now_stays(tmp_path, monkeypatch):
             writers[0].close()
         return original(name, column, kind)
 
-    monkeypatch.setattr(parquet, "_MOST_ROWS", 8)
+    limit(monkeypatch, imported_rows=8)
     monkeypatch.setattr(parquet, "values_of", values)
     with pytest.raises(ac.SchemaError, match="none of this file stays"):
         import_parquet(path, tmp_path / "c", **SIZES)
@@ -322,7 +322,8 @@ KILLED = """
 import sys, time
 from arrowcache.explore import parquet
 from arrowcache.explore.exchange import import_parquet
-parquet._MOST_ROWS = 8
+from arrowcache.limits import Limits
+Limits.current = Limits(imported_rows=8)
 count, real = [], parquet.values_of
 def values(name, column, kind):
     count.append(name)

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import pytest
-from helpers import seqs
+from helpers import limit, seqs
 
 pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
 pytest.importorskip("PIL", reason="the extra 'explore' is not installed")
@@ -102,7 +102,7 @@ def test_images_are_hashed_some_at_a_time(tmp_path, monkeypatch):
     images = np.tile(smooth(1), (7, 1, 1))
     with cache_of(tmp_path / "c", ac.Tensor("float32", images.shape[1:]), images) as cache:
         wanted = explore.duplicates(cache, "image", near=0)
-        monkeypatch.setattr(compare, "_PIECE", 5000)
+        limit(monkeypatch, hashed_numbers=5000)
         assert explore.duplicates(cache, "image", near=0).equals(wanted)
         assert places(wanted) == [(i, 0) for i in range(1, 7)]
 

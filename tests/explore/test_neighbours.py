@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish
+from helpers import limit, make_cache, publish
 from markup import seen
 
 pytest.importorskip("sklearn", reason="the extra 'explore' is not installed")
@@ -15,7 +15,6 @@ pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
 import arrowcache as ac
 from arrowcache import explore
 from arrowcache.errors import MissingSegmentsError
-from arrowcache.explore import neighbours
 from arrowcache.explore.neighbours import map_of, similar
 
 SCHEMA = ac.Schema(
@@ -66,7 +65,7 @@ def places(frame) -> list[int]:
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @pytest.mark.parametrize("chunk", [7, 90])
 def test_the_nearest_rows_come_first_however_they_are_read(cache, monkeypatch, metric, chunk):
-    monkeypatch.setattr(neighbours, "_CHUNK_ROWS", chunk)
+    limit(monkeypatch, neighbour_rows=chunk)
     found = similar(cache, "point", ["4:9", "0:0"], n=8, metric=metric)
     assert list(found.columns) == ["_seq", "_row", "query", "distance", "point"]
     assert found["query"].tolist() == ["4:9"] * 8 + ["0:0"] * 8
@@ -211,7 +210,7 @@ def test_a_map_is_of_the_principal_components(cache):
 def test_a_map_keeps_distances_of_what_it_projects(cache, monkeypatch):
     frame = map_of(cache, "image", max_rows=60)
     assert len(frame) == 60
-    monkeypatch.setattr(neighbours, "_KEPT", 400)
+    limit(monkeypatch, map_numbers=400)
     exact = map_of(cache, "image", max_rows=60)
     assert places(frame) == places(exact)
     spread = [np.linalg.norm(np.diff(some[["x", "y"]], axis=0), axis=1) for some in (frame, exact)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import EVERY_TYPE, columns_of, make_cache, publish, segment_files
+from helpers import EVERY_TYPE, columns_of, limit, make_cache, publish, segment_files
 from quick import first_is_quick
 
 pytest.importorskip("matplotlib", reason="the extra 'explore' is not installed")
@@ -237,8 +237,7 @@ def test_values_show_each_segments_share_oldest_first(cache):
 
 @pytest.mark.parametrize("column", ["image", "id"])
 def test_of_many_segments_and_values_some_are_drawn(cache, monkeypatch, column):
-    monkeypatch.setattr(plots, "_MOST_SEGMENTS", 4)
-    monkeypatch.setattr(plots, "_MOST_VALUES", 5)
+    limit(monkeypatch, plotted_segments=4, plotted_values=5)
     ax = plot_values(cache, column, bins=1000)
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "3", "6", "9"]
     (mesh,) = ax.collections
@@ -320,14 +319,15 @@ def test_a_wrong_column_or_number_of_bins_is_a_sentence(cache):
 
 
 def test_what_is_evicted_while_it_is_drawn_is_left_out(cache, monkeypatch):
-    original = plots._values
+    clipped = []
 
-    def evicting(store, segment, *more):
-        if segment.seq == 3:
+    def clip(*arguments, original=np.clip):  # the last step of each segment, oldest first
+        clipped.append(1)
+        if len(clipped) == 3:
             cache.evict(5 * 20 * 1024)
-        return original(store, segment, *more)
+        return original(*arguments)
 
-    monkeypatch.setattr(plots, "_values", evicting)
+    monkeypatch.setattr(np, "clip", clip)
     ax = plot_values(cache, "id")
     first = [int(label.get_text()) for label in ax.get_xticklabels()]
     assert {0, 1, 2, 9} <= set(first)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from every_type import ROWS, every_type
-from helpers import EVERY_TYPE, flip_byte, make_cache, publish, segment_files, seqs
+from helpers import EVERY_TYPE, flip_byte, limit, make_cache, publish, segment_files, seqs
 
 import arrowcache as ac
 from arrowcache import explore
@@ -112,7 +112,7 @@ def test_an_empty_cache_has_no_extremes(tmp_path):
 
 
 def test_large_columns_are_divided_among_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr("arrowcache.explore.summary._PIECE", 7)
+    limit(monkeypatch, summed_numbers=7)
     x = np.random.default_rng(0).integers(-1000, 1000, (170, 3)).astype(np.float32)
     z = x.astype(np.complex64) * (1 + 1j)
     frame = describe(
@@ -129,7 +129,7 @@ def test_distinct_values_are_counted_up_to_a_bound(tmp_path, monkeypatch):
     cache = made(tmp_path / "c", n=(ac.Tensor("int16"), np.arange(120, dtype=np.int16) % 60),
                  s=(ac.String(), [f"{number % 61}" for number in range(120)]))  # fmt: skip
     assert describe(cache)["distinct"].tolist() == [60, 61]
-    monkeypatch.setattr("arrowcache.explore.summary.MOST_DISTINCT", 60)
+    limit(monkeypatch, distinct_values=60)
     assert describe(cache)["distinct"].tolist() == [60, pd.NA]
 
 

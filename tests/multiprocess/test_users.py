@@ -16,7 +16,7 @@ import pytest
 from helpers import append_rows, held_rank_files, ids_of, in_child, make_cache, publish, sample, seqs
 
 import arrowcache as ac
-from arrowcache.storage import recovery
+from arrowcache import linux
 from arrowcache.storage.recovery import store_of
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two users")
@@ -157,7 +157,7 @@ def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_ma
         os._exit(0)
 
     def recover() -> None:
-        monkeypatch.setattr(recovery, "_BOOT_ID", boot)
+        monkeypatch.setattr(linux, "boot_id", lambda: "another boot")
         with ac.Cache.open(shared) as cache:
             assert os.listdir(shared / "incoming") == []
             assert held_rank_files(cache) == []
@@ -167,7 +167,6 @@ def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_ma
             publish(cache, 1)
             assert cache.verify() == []
 
-    (boot := place / "boot").write_text("another-boot")
     as_user(ONE, die_while_writing, GROUP)
     assert len(os.listdir(shared / "incoming")) == 2
     as_user(TWO, recover, GROUP)

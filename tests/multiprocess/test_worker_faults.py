@@ -13,14 +13,12 @@ import weakref
 from contextlib import nullcontext, suppress
 
 import pytest
-from helpers import DEADLINE_SECONDS, ids_of, wait_until, worker_pids
+from helpers import DEADLINE_SECONDS, ids_of, limit, wait_until, worker_pids, worker_processes_run
 from processes import Script
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache import process
 from arrowcache.process import Channel
-from arrowcache.reading.workers import pool
 
 
 def loader_of(cache, workers=2, transform=dict, **options):
@@ -142,7 +140,7 @@ def test_a_worker_without_a_descriptor_left_for_the_next_epoch_dies_of_no_index_
     ids=["fails", "killed", "crashes"],
 )
 def test_workers_that_cannot_start_are_an_error_that_says_why(cache, monkeypatch, start, words, transform):
-    monkeypatch.setattr(process, "_START", start)
+    worker_processes_run(monkeypatch, start, instead=True)
     with (
         loader_of(cache, transform=transform) as loader,
         pytest.raises(ac.WorkerError, match=words) as caught,
@@ -181,7 +179,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
-    monkeypatch.setattr(process, "_START", failing)
+    worker_processes_run(monkeypatch, failing, instead=True)
     with loader_of(cache, workers=4) as loader:
         with pytest.raises(MemoryError, match="nothing left"):
             next(iter(loader))
@@ -203,7 +201,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
 def test_the_start_of_workers_is_blamed_on_nothing_else(cache, tmp_path, monkeypatch):
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(process, "_START", waiting + process._START)
+    worker_processes_run(monkeypatch, waiting)
     with loader_of(cache) as loader:
         epoch, made = iter(loader), []
         consumer = threading.Thread(target=lambda: made.append(next(epoch)))
@@ -325,8 +323,8 @@ def test_workers_that_are_starting_are_ended_at_once(cache, tmp_path, monkeypatc
         "import time  # arrowcache.reading.workers.worker\n"
         f"open({str(started)!r}, 'w').close(); time.sleep(3600)"
     )
-    monkeypatch.setattr(process, "_START", blocked)
-    monkeypatch.setattr(pool, "_GRACE_SECONDS", 3600.0)
+    worker_processes_run(monkeypatch, blocked, instead=True)
+    limit(monkeypatch, worker_end_seconds=3600.0)
     with loader_of(cache) as loader:
         epoch = iter(loader)
         wait_until(started.exists, "a worker to start")

@@ -24,12 +24,12 @@ from helpers import (
     sample,
     wait_until,
     worker_pids,
+    worker_processes_run,
 )
 from processes import Script
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache import process
 
 
 def loader_of(cache, batch_size=16, workers=2, **options):
@@ -414,7 +414,7 @@ def test_batches_without_a_transform_come_before_any_process_is_ready(cache, tmp
     """The first batch waited for the processes to import NumPy and Arrow: 230 ms, where 8 do."""
     go_on = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(process, "_START", waiting + process._START)
+    worker_processes_run(monkeypatch, waiting)
     with loader_of(cache, seed=4) as loader, ac.Loader(cache, 16, seed=4) as plain:
         first, expected = iter(loader), [ids_of([batch]) for batch in plain]
         made = [ids_of([next(first)]) for _ in range(3)]

@@ -35,8 +35,8 @@ from hypothesis.stateful import (
 )
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage import recovery
 from arrowcache.storage.lease import own_leases
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.sizing import room_of_two
@@ -83,11 +83,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.pending: dict[int, list[int]] = {}  # of each open writer
         self.opened: list[ac.Writer | ac.Snapshot] = []
         self.evicted: dict[str, bytes] = {}  # the last ones, which a power cut may bring back
-        self.boot_id = recovery._BOOT_ID
+        self.boot = pytest.MonkeyPatch()
 
     def teardown(self):
         self.no_sync.stop()
-        recovery._BOOT_ID = self.boot_id
+        self.boot.undo()
         for thing in self.opened:
             thing.abort() if isinstance(thing, ac.Writer) else thing.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -366,9 +366,8 @@ class CacheMachine(RuleBasedStateMachine):
                 replace_file(path, HARM[how](path.read_bytes()))
                 lost.add(path.name)
         (self.path / "cache.lock").write_bytes(self.synced_record)
-        boot = self.folder / "boot"
-        boot.write_text(uuid.uuid4().hex)
-        recovery._BOOT_ID = boot
+        boot_id = uuid.uuid4().hex
+        self.boot.setattr(linux, "boot_id", lambda: boot_id)
         self.cache = ac.Cache.open(self.path)
         self.synced_record = (self.path / "cache.lock").read_bytes()
         self.read_all()

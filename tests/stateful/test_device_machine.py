@@ -23,7 +23,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch
 from fake_device import ORDERS, FakeDevice, Movable
-from helpers import with_less
+from helpers import limit, with_less
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 from interruptions import Interruption, files
 from quick import first_is_quick
 
-from arrowcache.torch import deferred, device, lane, plan
+from arrowcache.torch import deferred, device, lane
 from arrowcache.torch.device import DevicePrefetcher
 
 LARGE = 64  # bytes: a leaf of so many goes by itself here
@@ -293,7 +293,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def large_leaves_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_BYTES", LARGE)
+    limit(monkeypatch, small_leaf_bytes=LARGE)
 
 
 def storm(kind: type[DeviceMachine], seed: int, steps: int = 60) -> None:

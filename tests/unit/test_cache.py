@@ -17,11 +17,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from helpers import KIB, ROW, make_cache, publish, published_ids, sample, segment_files, seqs, wait_until
+from helpers import (
+    KIB,
+    ROW,
+    limit,
+    make_cache,
+    publish,
+    published_ids,
+    sample,
+    segment_files,
+    seqs,
+    wait_until,
+)
 from markup import seen
 
 import arrowcache as ac
-from arrowcache import cache as cache_module
 from arrowcache.storage.locks import LockFile
 
 
@@ -252,7 +262,7 @@ def lock_it(cache):
     ],
 )
 def test_a_cache_that_cannot_be_looked_at_says_why_in_a_sentence(tmp_path, monkeypatch, harm, words):
-    monkeypatch.setattr(cache_module, "_LOOK_SECONDS", 0)
+    limit(monkeypatch, display_seconds=0)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 1)
     undo = harm(cache)

@@ -205,3 +205,8 @@ def test_a_child_dies_with_its_parent(tmp_path):
         process.kill()
         assert is_readable(watch, 60)
         os.close(watch)
+
+
+def test_the_boot_is_known_by_a_line_of_the_kernels():
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        assert f"{linux.boot_id()}\n" == file.read()

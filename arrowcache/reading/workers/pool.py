@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import Mutex, forgets_in_child
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explained, start
 from arrowcache.pickling import unpack_error
 from arrowcache.process import Message
@@ -40,9 +41,6 @@ _log = logging.getLogger("arrowcache")
 DEPTH = 2  # requests of a worker at a time: one in progress, one ready
 MOST_LOSSES = 3  # in a row: of processes that never got ready, or that worked at one request
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.1, 5.0
-_GRACE_SECONDS = 1.0  # for a worker to end by itself
-_DROP_SECONDS = 1.0  # for workers to let go of what they lease
-_JOIN_SECONDS = 5.0
 
 
 class Restarts:
@@ -155,7 +153,7 @@ class WorkerPool:
         """
         if self._closed.done() or self._is_here:
             return
-        deadline = time.monotonic() + _DROP_SECONDS
+        deadline = time.monotonic() + Limits.current.worker_drop_seconds
         with self._mutex.held():
             drops = [(worker.is_ready, worker.drop()) for worker in self._workers]
         for is_awaited, done in drops:  # the others lease nothing, or began just now
@@ -197,7 +195,7 @@ class WorkerPool:
         self._closed.set_result(None)
         for worker in list(self._workers):
             worker.process.channel.hang_up()
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + Limits.current.join_seconds
         for thread in list(self._threads):
             if not self._is_here and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -272,7 +270,8 @@ class WorkerPool:
         finally:
             with self._mutex.held():  # first: nobody may send it anything more
                 self._workers = [other for other in self._workers if other is not worker]
-            worker.end(_GRACE_SECONDS if worker.is_ready or not self._closed.done() else 0.0)
+            may_end = worker.is_ready or not self._closed.done()
+            worker.end(Limits.current.worker_end_seconds if may_end else 0.0)
             with self._mutex.held():
                 self._bury(worker)
 

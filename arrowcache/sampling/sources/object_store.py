@@ -212,10 +212,10 @@ def locate(
         return store, given
     paths = []
     for uri in given:
-        found, path = store.retries.run(lambda uri=uri: _connect(uri), _redacted(uri))  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
+        found, path = store.retries.run(lambda uri=uri: _connect(uri), redacted(uri))  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
         if found != store.filesystem:
             raise ValueError(
-                f"{_redacted(uri)} is in another store than {_redacted(given[0])}: make a source of each, "
+                f"{redacted(uri)} is in another store than {redacted(given[0])}: make a source of each, "
                 "and Mix them"
             )
         paths.append(path)
@@ -248,9 +248,9 @@ def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid as error:
-        reason = str(error).replace(uri, _redacted(uri))
+        reason = str(error).replace(uri, redacted(uri))
         raise ValueError(
-            f"{_redacted(uri)} is no URI of a store: {reason}; give a path, or file://, s3://, gs://, "
+            f"{redacted(uri)} is no URI of a store: {reason}; give a path, or file://, s3://, gs://, "
             "hdfs:// or abfs://, or pass filesystem="
         ) from None
     filesystem, path = found
@@ -262,7 +262,7 @@ def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     return filesystem, path
 
 
-def _redacted(uri: str) -> str:
+def redacted(uri: str) -> str:
     """Return a URI without key, secret and options. A path is returned as it is, whatever it contains."""
     scheme, separator, rest = uri.partition("://")
     if not separator:

@@ -23,6 +23,7 @@ from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields,
 from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.limits import Limits
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.handles import Handles
@@ -33,7 +34,6 @@ from arrowcache.units import parse_count
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _MOST_OPEN = 128  # files, with their footers
-_PIECE_BYTES = 256 << 10  # copied twice before it has left the processor's cache
 _MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 
 
@@ -107,7 +107,7 @@ class ParquetRows(Source):
             raise ValueError(f"fill has {', '.join(map(repr, unknown))}, which is no column: {self.schema!r}")
         for file, footer in zip(self._names(), footers, strict=True):
             _require_fill(file, footer.fields, self._fill)
-        self._piece_rows = max(1, _PIECE_BYTES // row_bytes(self.schema))
+        self._piece_rows = max(1, Limits.current.parquet_bytes // row_bytes(self.schema))
         self._groups = [
             _RowGroup(file, number, rows)
             for file, footer in enumerate(footers)

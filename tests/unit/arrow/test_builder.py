@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers import limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruptions import files, interruptions
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache.arrow import segment
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 
@@ -147,14 +147,14 @@ def test_no_segment_is_larger_than_its_bound_and_no_row_is_lost(widths, segment_
 
 
 def test_variable_data_stays_under_arrows_offsets_over_many_appends(monkeypatch):
-    monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
+    limit(monkeypatch, list_elements=1000)
     builder = SegmentBuilder(Form(ac.Schema({"raw": ac.Binary()}), 50, 1 << 20))
     taken = [add(builder, {"raw": bytes(300)}) for _ in range(4)]
     assert taken == [1, 1, 1, 0]
 
 
 def test_a_row_beyond_arrows_offsets_is_refused(monkeypatch):
-    monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
+    limit(monkeypatch, list_elements=1000)
     builder = SegmentBuilder(Form(ac.Schema({"raw": ac.Binary()}), 50, 1 << 20))
     assert add(builder, {"raw": bytes(1000)}) == 1
     with pytest.raises(ValueError, match="offsets"):
@@ -162,7 +162,7 @@ def test_a_row_beyond_arrows_offsets_is_refused(monkeypatch):
 
 
 def test_a_wide_row_beside_a_small_value_is_taken(monkeypatch):
-    monkeypatch.setattr(segment, "MAX_ELEMENTS", 1000)
+    limit(monkeypatch, list_elements=1000)
     builder = SegmentBuilder(Form(ac.Schema({"x": ac.Tensor("int64", (900,)), "t": ac.String()}), 1, 1 << 20))
     assert add(builder, {"x": np.zeros(900, np.int64), "t": "a"}) == 1
 

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import DTYPES, EVERY_TYPE, columns_of, file_bytes, variable
+from helpers import DTYPES, EVERY_TYPE, columns_of, file_bytes, limit, variable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemas import checked, schemas
@@ -116,7 +116,7 @@ def test_max_rows_is_the_most_that_the_bound_allows(schema, segment_bytes):
 
 
 def test_elements_stay_below_arrows_offsets(monkeypatch):
-    monkeypatch.setattr(segment, "MAX_ELEMENTS", 100)
+    limit(monkeypatch, list_elements=100)
     assert max_rows(ac.Schema({"x": ac.Tensor("int8", (30,))}), 1 << 20) == 3
     assert max_rows(ac.Schema({"x": ac.Tensor("complex64", (30,))}), 1 << 20) == 1
     assert max_rows(ac.Schema({"x": ac.Tensor("int8")}), 1 << 20) == 100

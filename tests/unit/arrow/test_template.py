@@ -8,10 +8,9 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import EVERY_TYPE, columns_of, file_bytes, variable
+from helpers import EVERY_TYPE, columns_of, file_bytes, limit, variable
 
 import arrowcache as ac
-from arrowcache.arrow import template
 from arrowcache.arrow.segment import CHECKSUM_KEY, Layout, encode, read_structure
 from arrowcache.arrow.template import KnownLayouts, make_template
 from arrowcache.native import maps
@@ -145,7 +144,8 @@ def test_overlapping_columns_have_no_template():
     assert make_template(crafted, schema, Layout(8, (first, first), ())) is None
 
 
-def test_only_what_comes_again_is_learned_and_only_so_much_is_kept():
+def test_only_what_comes_again_is_learned_and_only_so_much_is_kept(monkeypatch):
+    limit(monkeypatch, templates=5)
     schema = SCHEMAS["scalar"]
     known = KnownLayouts(schema)
     files = {}
@@ -157,16 +157,16 @@ def test_only_what_comes_again_is_learned_and_only_so_much_is_kept():
         known.learn(pa.py_buffer(files[rows]), read_structure(pa.py_buffer(files[rows]), schema, rows))
     assert [found(known, files[rows], rows) is None for rows in (99, 98, 97)] == [False, False, True]
     for _ in range(2):
-        for rows in range(1, 2 * template._MOST_TEMPLATES):
+        for rows in range(1, 10):
             known.learn(pa.py_buffer(files[rows]), read_structure(pa.py_buffer(files[rows]), schema, rows))
             assert found(known, files[99], 99) is not None, "in use"
     kept = [rows for rows in files if found(known, files[rows], rows) is not None]
-    assert len(kept) == template._MOST_TEMPLATES
+    assert len(kept) == 5
 
 
 def test_a_template_that_would_be_large_is_not_made(monkeypatch):
     schema = SCHEMAS["paged"]
     data = file_bytes(schema, columns_of(schema, ROWS))
-    monkeypatch.setattr(template, "_LARGEST_TEMPLATE_BYTES", 100)
+    limit(monkeypatch, template_bytes=100)
     known, _ = learned(schema, data)
     assert found(known, data, ROWS) is None

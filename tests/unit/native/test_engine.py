@@ -19,21 +19,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import in_child, wait_until
+from helpers import in_child, limit, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruptions import Interruption, interruptions
 from plain_rows import Array, Files, begun, begun_read, checked, columns_of, ended, threads
 from slow_pages import SlowPages, require_slow_pages
 
+from arrowcache.limits import Limits
 from arrowcache.native import engine, library
 from arrowcache.native.engine import CopiedColumn, Job, copy_values, fetch_rows, find_values
 from arrowcache.native.rows import SegmentRows
-from arrowcache.native.threads import _thread_count
+from arrowcache.native.threads import thread_count
 from arrowcache.native.threads import threads as of_process
 
 SMALL = 4  # rows: their copy is late
-CHUNK_BYTES, HELPED_CHUNKS = 256 << 10, engine._HELD_GIL_CHUNKS
+CHUNK_BYTES, HELPED_CHUNKS = 256 << 10, Limits.current.held_gil_chunks
 
 
 @pytest.fixture
@@ -530,7 +531,7 @@ def test_values_that_were_found_twice_after_ctrl_c_are_what_they_were(no_threads
         real.engine_take(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_HELD_GIL_CHUNKS", 0)  # else it is done before it lets go of the GIL
+    limit(monkeypatch, held_gil_chunks=0)  # else it is done before it lets go of the GIL
     monkeypatch.setattr(engine, "library", Replaced(real, engine_take=engine_take))
     with pytest.raises(KeyboardInterrupt):
         found.take(1)
@@ -662,7 +663,7 @@ def test_without_threads_the_caller_does_all_by_itself(no_threads, reads):
 def test_threads_are_few_and_shared_among_ranks(monkeypatch, processors, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert _thread_count() == threads
+    assert thread_count() == threads
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["copies", "reads"])
@@ -738,7 +739,7 @@ def held_read(pages: SlowPages, files: Files | None = None) -> engine.Read:
 
 @pytest.mark.parametrize("held", [held_copy, held_read])
 def test_what_the_kernel_holds_is_left_behind_with_all_that_it_touches(held, pages, monkeypatch):
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
+    limit(monkeypatch, stuck_seconds=0.01)
     files = Files([1], [CHUNK_BYTES])
     with threads(1):
         job = held(pages, files)
@@ -765,7 +766,7 @@ def press_in_a_cancel(number: int, released: list[str]) -> None:
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "is left behind"])
 def test_ctrl_c_while_a_job_is_waited_for_comes_once_that_is_over(held, ends, pages, monkeypatch, released):
     """It was lost: whoever pressed it waited, and went on as if nothing had been."""
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 60_000_000_000 if ends else 500_000_000)
+    limit(monkeypatch, stuck_seconds=60.0 if ends else 0.5)
     with threads(1), ThreadPoolExecutor(1) as pool:
         job = held(pages)
         released.clear()
@@ -798,7 +799,7 @@ def test_ctrl_c_while_a_job_that_is_dropped_is_waited_for_is_lost(pages, monkeyp
 
 @pytest.mark.parametrize("warns", [True, False], ids=["warns", "warnings are errors"])
 def test_what_was_left_behind_may_end(pages, monkeypatch, warns):
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
+    limit(monkeypatch, stuck_seconds=0.01)
     with threads(1):
         job = held_copy(pages)
         with pytest.warns(ResourceWarning) if warns else nullcontext():
@@ -835,7 +836,7 @@ def test_ctrl_c_ends_a_wait_for_a_read_at_once(pages, released):
 
 def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monkeypatch, released):
     """A fork stops them in the middle of its wait."""
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
+    limit(monkeypatch, stuck_seconds=0.01)
     files, ids = Files([1], [100]), np.zeros(1, np.int64)
     with threads(1):
         held = held_copy(pages)

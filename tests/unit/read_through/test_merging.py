@@ -10,12 +10,11 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from crash.faults import Faults
-from helpers import KIB, disk_bytes, segment_files, wait_until
+from helpers import KIB, disk_bytes, limit, segment_files, wait_until
 from processes import Child
 
 import arrowcache as ac
 from arrowcache.arrow.schema import Schema
-from arrowcache.read_through import outbox
 from arrowcache.read_through.merging import merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.read_through.reader import ReadThrough
@@ -310,7 +309,7 @@ def test_a_snapshot_does_not_lease_merged_parts_that_lie_between_its_segments(le
 
 @pytest.mark.parametrize("who", ["asks", "is idle", "rests", "closes", "opens"])
 def test_parts_leave_after_their_last_lease_though_nobody_publishes(leased, who, monkeypatch):
-    monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
+    limit(monkeypatch, parts_seconds=0.05)
     store, before = leased
     reader = reader_of(store.folder.path)
     assert len(reader.find(np.arange(60)).positions) == 60
@@ -331,7 +330,7 @@ def test_parts_leave_after_their_last_lease_though_nobody_publishes(leased, who,
 
 def test_a_reader_that_finds_all_it_wants_lets_go_of_parts_that_others_merged(tmp_path, monkeypatch):
     """It never looked for newer segments, and leased the parts for all of a training."""
-    monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
+    limit(monkeypatch, parts_seconds=0.05)
     store = make_store(tmp_path / "cache")
     publish(store, FULL)
     for first in range(0, 60, 5):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import flip_byte, make_cache, segment_files
+from helpers import flip_byte, limit, make_cache, segment_files
 
 import arrowcache as ac
-from arrowcache.read_through import places as places_module
 from arrowcache.read_through.places import Places
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float64"), "_index": ac.Tensor("int64")})
@@ -135,7 +134,7 @@ class Plain:
 @pytest.mark.parametrize("seed", range(6))
 def test_places_are_those_of_all_segments_however_they_come_and_go(cache, places, seed, monkeypatch):
     """Copies, numbers of no item, segments that leave in the middle, one at a time and many."""
-    monkeypatch.setattr(places_module, "_MOST_LEFT", 3 * (seed % 3))  # renumbered soon, or late
+    limit(monkeypatch, left_segments=3 * (seed % 3))  # renumbered soon, or late
     rng = np.random.default_rng(seed)
     for step in range(60):
         for _ in range(rng.integers(0, 3)):

@@ -10,11 +10,10 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from helpers import face, read_counters, wait_until
+from helpers import face, limit, read_counters, wait_until
 from processes import Child
 
 from arrowcache import Loader
-from arrowcache.reading import stats as stats_module
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, Meter
 from arrowcache.storage.counters import COUNTERS_LINK, TIMED, CounterPage, parse_counters
@@ -144,7 +143,7 @@ def shown_in(folder, after_seconds: float = 0.0):
 
 def test_a_wait_that_began_right_after_a_show_is_seen_with_what_it_is_for(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(stats_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    limit(monkeypatch, clock=lambda: clock.now)
     page, meter = CounterPage.open(tmp_path, 0, None), Meter()
     meter.show_on(page)
     meter.begin_run("an epoch")
@@ -168,8 +167,7 @@ def test_what_others_do_for_it_is_shown_as_its_own(tmp_path):
 
 def test_each_batch_is_shown_at_once_and_times_some_times_a_second_or_after_long_steps(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
-    times = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now)
-    monkeypatch.setattr(stats_module, "time", times)
+    limit(monkeypatch, clock=lambda: clock.now, wall_clock=lambda: clock.now)
     page, meter = CounterPage.open(tmp_path, 0, None), Meter()
     meter.show_on(page)
 

@@ -39,7 +39,7 @@ def test_rows_are_fetched_before_they_are_read_but_where_their_order_is_any(cach
     def noted(handle: int, job: int) -> Any:
         _, way, _, address, count = (ctypes.c_int64 * 5).from_address(job)
         ids = (ctypes.c_int64 * count).from_address(address)
-        if way == engine._FETCH:
+        if way == engine.FETCH:
             fetched.update(range(ids[0], ids[1]))
         else:
             assert shuffle == "rows" or fetched.issuperset(ids)

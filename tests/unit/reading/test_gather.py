@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS
+from helpers import DEADLINE_SECONDS, limit
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_rows import threads
@@ -124,7 +124,7 @@ def copies(monkeypatch):
     def noted(call):
         def begin(*job):
             kind = ctypes.c_int64.from_address(job[-1]).value
-            begun.update([job[-1]] if kind == engine._VALUES else [])
+            begun.update([job[-1]] if kind == engine.VALUES else [])
             return call(*job)
 
         return begin
@@ -255,7 +255,7 @@ def big(is_cold):
 
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_a_gather_that_is_cancelled_in_the_middle_touches_nothing_any_more(no_threads, monkeypatch, is_cold):
-    monkeypatch.setattr(engine, "_HELD_GIL_CHUNKS", 4)  # of sixteen
+    limit(monkeypatch, held_gil_chunks=4)  # of sixteen
     segment, copy, out = big(is_cold)
     ended = []
     gather = gather_of(copy, then=lambda: ended.append(out.copy()))

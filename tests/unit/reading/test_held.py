@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import face, held_by_another_thread, ids_of, in_child, make_cache, mapped_seqs, wait_until
+from helpers import face, held_by_another_thread, ids_of, in_child, limit, make_cache, mapped_seqs, wait_until
 from plain_rows import threads as engine_threads
 from slow_pages import SlowPages, require_slow_pages
 
@@ -49,7 +49,7 @@ def slow(pages: SlowPages, nbytes: int) -> Any:
 @contextmanager
 def ctrl_c_in_a_wait(monkeypatch: pytest.MonkeyPatch, pages: SlowPages) -> Iterator[None]:
     """Ctrl-C comes once this thread sleeps in the engine and a page is held, which nobody could wait for."""
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 3600_000_000_000)
+    limit(monkeypatch, stuck_seconds=3600.0)
     main, number, real = threading.get_ident(), threading.get_native_id(), engine.library.engine_take
     waits = threading.Event()
 
@@ -148,14 +148,13 @@ def test_a_gather_that_dies_while_the_kernel_holds_its_thread_leaves_lease_and_m
     cache, monkeypatch, cold, end
 ):
     require_slow_pages()
-    monkeypatch.setattr(of_process, "PATIENCE_NANOSECONDS", 10_000_000)
-    monkeypatch.setattr(engine, "_INLINE_BYTES", 0)
+    limit(monkeypatch, stuck_seconds=0.01, inline_bytes=0)
 
     def body() -> None:
         pages, snapshot = SlowPages(are_held=True), cache.snapshot()
         snapshot.temperature.is_cold = cold
         if not cold:  # else this thread would help, with the GIL
-            monkeypatch.setattr(engine, "_HELD_GIL_CHUNKS", 0)
+            limit(monkeypatch, held_gil_chunks=0)
         begun = begun_gather(cache, snapshot, pages)
         if end == "cancelled":
             begun.cancel()

@@ -14,6 +14,7 @@ from helpers import (
     DEADLINE_SECONDS,
     append_rows,
     held_by_another_thread,
+    limit,
     locks_of,
     make_cache,
     overfill,
@@ -277,8 +278,7 @@ def test_an_error_in_the_first_step_arrives_although_nothing_is_ready_before_it(
 
 
 def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monkeypatch):
-    monkeypatch.setattr("arrowcache.reading.temperature._WARM_BYTES", 1 << 20)
-    monkeypatch.setattr("arrowcache.reading.temperature._AHEAD_ROWS", 16)
+    limit(monkeypatch, warm_bytes=1 << 20, ahead_rows=16)
     schema = ac.Schema({"label": ac.Tensor("int64"), "jpeg": ac.Binary()})
     cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=64)
     with cache.writer() as writer:
@@ -288,7 +288,7 @@ def test_values_of_no_fixed_width_count_in_how_much_is_prefetched(tmp_path, monk
 
     def noted(call):
         def begin(*job):
-            if ctypes.c_int64.from_address(job[-1]).value == engine._LENGTHS:  # of which each batch has one
+            if ctypes.c_int64.from_address(job[-1]).value == engine.LENGTHS:  # of which each batch has one
                 begun.append(1)
             return call(*job)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import (
     flip_byte,
+    limit,
     make_cache,
     mapped_seqs,
     publish,
@@ -24,7 +25,6 @@ from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
 from arrowcache.native import maps
-from arrowcache.reading import mapped
 
 ROWS = 96  # six segments
 
@@ -127,7 +127,7 @@ def test_a_segment_for_which_no_mapping_is_left_is_known_to_the_engine_and_not_m
             for number in range(first, first + 16):
                 writer.append(id=number, **({"text": str(number)} if kind == "text" else {}))
     before = maps.count()
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 2)
+    limit(monkeypatch, mapped_segments=before + 2)
     with cache.snapshot() as snapshot:
         assert snapshot.map_all() == 64
         assert maps.count() == before + 2
@@ -137,7 +137,7 @@ def test_a_segment_for_which_no_mapping_is_left_is_known_to_the_engine_and_not_m
         assert kind == "fixed" or got["text"] == [str(number) for number in range(63, -1, -1)]
         assert len(os.listdir("/proc/self/fd")) < 100
         with cache.snapshot() as other:
-            monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 4)
+            limit(monkeypatch, mapped_segments=before + 4)
             assert other.map_all() == 64
             assert mapped_seqs(cache) == [0, 1, 2, 3], "there are mappings again"
             assert snapshot.gather([0, 63])["id"].tolist() == [0, 63]
@@ -147,10 +147,10 @@ def test_a_segment_for_which_no_mapping_is_left_is_known_to_the_engine_and_not_m
 
 def test_who_was_told_of_a_segment_without_a_mapping_reads_it_still_when_another_maps_it(cache, monkeypatch):
     before = maps.count()
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 2)
+    limit(monkeypatch, mapped_segments=before + 2)
     with cache.snapshot() as snapshot:
         assert snapshot.map_all() == 96
-        monkeypatch.setattr(mapped, "_MOST_MAPPED", before + 12)
+        limit(monkeypatch, mapped_segments=before + 12)
         with cache.snapshot() as other:
             assert other.map_all() == 96
             assert len(mapped_files()) == 6

@@ -15,6 +15,7 @@ from helpers import (
     disk_bytes,
     flip_byte,
     ids_of,
+    limit,
     mapped_seqs,
     publish,
     published_ids,
@@ -26,7 +27,6 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader, Snapshot, lifetimes
 from arrowcache.native import maps
-from arrowcache.reading import parking
 from arrowcache.reading.parking import Parking
 from arrowcache.reading.worker_threads import WorkerThreads
 
@@ -42,7 +42,7 @@ def place(cache):
 @pytest.fixture
 def for_ever(monkeypatch):
     """What is parked is not let go because of the time that passes."""
-    monkeypatch.setattr(parking, "_PARKED_SECONDS", 3600.0)
+    limit(monkeypatch, parked_seconds=3600.0)
 
 
 def parked(cache: ac.Cache, place: Parking) -> None:
@@ -114,10 +114,10 @@ def test_what_is_parked_when_the_next_epoch_begins_stays_until_it_is_dropped(cac
     looks = queue.SimpleQueue()
     place = Parking(lambda: looks.put(1) or False, lambda: None)
     place.begin()
-    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.0)
+    limit(monkeypatch, parked_seconds=0.0)
     parked(cache, place)
     looks.get(timeout=DEADLINE_SECONDS)
-    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.1)
+    limit(monkeypatch, parked_seconds=0.1)
     parked(cache, place)
     place.begin()
     with pytest.raises(queue.Empty):
@@ -128,8 +128,7 @@ def test_what_is_parked_when_the_next_epoch_begins_stays_until_it_is_dropped(cac
 
 
 def test_ranks_are_looked_at_until_all_have_joined(cache, monkeypatch):
-    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.0)
-    monkeypatch.setattr(parking, "_LOOK_SECONDS", 0.0)
+    limit(monkeypatch, parked_seconds=0.0, joined_look_seconds=0.0)
     left = [True, True, False]
     place = Parking(lambda: left.pop(0), lambda: None)
     place.begin()
@@ -139,7 +138,7 @@ def test_ranks_are_looked_at_until_all_have_joined(cache, monkeypatch):
 
 
 def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
-    monkeypatch.setattr(parking, "_PARKED_SECONDS", 0.0)
+    limit(monkeypatch, parked_seconds=0.0)
     begun, go_on = threading.Event(), threading.Event()
 
     def settle() -> bool:
@@ -161,7 +160,7 @@ def test_close_waits_for_what_its_thread_is_at(cache, monkeypatch):
 
 def test_when_the_interpreter_ends_nobody_waits_for_a_thread(cache, place, for_ever, monkeypatch):
     """None runs any more: its wait would take as long as it may."""
-    monkeypatch.setattr(parking, "_JOIN_SECONDS", 3600.0)
+    limit(monkeypatch, join_seconds=3600.0)
     parked(cache, place)
     with pytest.MonkeyPatch.context() as ending:
         ending.setattr(lifetimes, "_is_exiting", True)

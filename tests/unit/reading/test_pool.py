@@ -6,10 +6,9 @@ import sys
 import threading
 from itertools import pairwise
 
-from helpers import DEADLINE_SECONDS
+from helpers import DEADLINE_SECONDS, limit
 
 from arrowcache import Loader
-from arrowcache.reading.workers import pool as pool_module
 from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts
 
 
@@ -51,7 +50,7 @@ def test_an_epoch_that_begins_does_not_wait_for_processes_that_start(cache, tmp_
     never_ready.write_text("#!/bin/sh\nexec sleep 3600\n")
     never_ready.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(never_ready))
-    monkeypatch.setattr(pool_module, "_DROP_SECONDS", 100 * DEADLINE_SECONDS)
+    limit(monkeypatch, worker_drop_seconds=100 * DEADLINE_SECONDS)
     epochs: list[int] = []
 
     def read(loader):

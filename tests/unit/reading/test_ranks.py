@@ -19,6 +19,7 @@ from helpers import (
     flip_byte,
     in_child,
     in_living_child,
+    limit,
     make_cache,
     publish,
     sample,
@@ -29,7 +30,6 @@ from helpers import (
 
 import arrowcache as ac
 from arrowcache.native import maps
-from arrowcache.reading import ranks as ranks_module
 from arrowcache.reading.membership import Membership, membership
 from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
@@ -441,7 +441,7 @@ def test_a_rank_that_comes_after_all_others_let_go_of_the_segments_is_told(cache
 
 
 def test_many_epochs_that_a_rank_never_begins_are_worth_one_warning(cache, job, monkeypatch):
-    monkeypatch.setattr(ranks_module, "_WARN_AT_EPOCHS", 3)
+    limit(monkeypatch, unjoined_epochs=3)
     for epoch in range(3):
         job[0].epoch(epoch)
     words = "3 epochs ended on rank 0 that only 1 of 2 ranks on this node have begun.*LOCAL_WORLD_SIZE"

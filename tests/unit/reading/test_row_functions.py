@@ -11,13 +11,12 @@ from typing import ClassVar
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from helpers import ids_of, make_cache, publish
+from helpers import ids_of, limit, make_cache, publish
 from processes import DEADLINE_SECONDS
 
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.cgroup import memory_bytes
-from arrowcache.reading import row_functions
 from arrowcache.reading.row_functions import PythonFunction, StoredFunction
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
@@ -137,7 +136,7 @@ def test_what_a_function_writes_into_its_columns_is_not_there_in_the_next_epoch(
 @pytest.mark.parametrize("share", [1, 0], ids=["all fit", "none fits"])
 def test_columns_that_a_function_read_are_remembered_within_bounds(kinds, read, monkeypatch, name, share):
     if not share:
-        monkeypatch.setattr(row_functions, "_MEMORY_SHARE", 0)
+        limit(monkeypatch, function_memory=0)
     function = PythonFunction(Annotations.of(kinds.store), lambda columns: columns[name], plainly)
     segments, found = len(kinds.store.segments()), []
     for _ in range(3):
@@ -148,7 +147,7 @@ def test_columns_that_a_function_read_are_remembered_within_bounds(kinds, read, 
 
 
 def test_columns_of_segments_that_left_make_room_for_others(cache, read, monkeypatch):
-    monkeypatch.setattr(row_functions, "_MEMORY_SHARE", 9 * 16 * 8 / memory_bytes())  # nine of ten segments
+    limit(monkeypatch, function_memory=9 * 16 * 8 / memory_bytes())  # nine of ten segments
     function = PythonFunction(Annotations.of(cache.store), lambda columns: columns["id"], plainly)
 
     def reads():
@@ -423,7 +422,7 @@ def test_an_expression_over_annotations_takes_newer_ones(cache):
 
 
 def test_many_rows_are_asked_for_in_parts(cache, stored, monkeypatch):
-    monkeypatch.setattr(row_functions, "_ROWS_AT_ONCE", 40)
+    limit(monkeypatch, expression_rows=40)
     function, rows = stored("id")
     assert results(function, cache).tolist() == IDS
     assert rows == [48, 48, 48, 16]

@@ -12,6 +12,7 @@ from helpers import (
     DEADLINE_SECONDS,
     flip_byte,
     ids_of,
+    limit,
     make_cache,
     mapped_seqs,
     publish,
@@ -22,7 +23,6 @@ from helpers import (
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.native import maps
-from arrowcache.reading import stream
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.locks import LockFile
 
@@ -32,7 +32,7 @@ STEPS = 20  # of an epoch of ten segments
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Ten segments are many."""
-    monkeypatch.setattr(stream, "_MANY_SEGMENTS", 10)
+    limit(monkeypatch, slow_segments=10)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
     return cache

@@ -22,6 +22,7 @@ from helpers import (
     append_rows,
     flip_byte,
     in_child,
+    limit,
     make_cache,
     mapped_seqs,
     overfill,
@@ -40,7 +41,6 @@ from slow_pages import SlowPages, require_slow_pages
 import arrowcache as ac
 from arrowcache.arrow.schema import DTYPES
 from arrowcache.native import engine, maps
-from arrowcache.reading import mapped as mapped_module
 from arrowcache.storage import mapping
 
 FIXED = {
@@ -200,7 +200,7 @@ def test_gathered_rows_are_what_a_plain_reader_reads(tmp_path, kind, layout):
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_without_mappings_the_rows_are_the_same(tmp_path, monkeypatch, kind, most):
     before = maps.count()
-    monkeypatch.setattr(mapped_module, "_MOST_MAPPED", before + most)
+    limit(monkeypatch, mapped_segments=before + most)
     cache = build(tmp_path / "cache", SCHEMAS[kind], [3, 20, 7, 1, 30, 9])
     expected = plain_rows(cache)
     with cache.snapshot() as snapshot:
@@ -662,7 +662,7 @@ def test_a_suspect_segment_is_checked_before_it_is_read(tmp_path, monkeypatch, r
     cache = ac.Cache.open(tmp_path / "cache", check="bytes")
     flip_byte(segment_files(cache)[2], 3000)
     if read == "rows without a mapping":
-        monkeypatch.setattr(mapped_module, "_MOST_MAPPED", maps.count() + 1)
+        limit(monkeypatch, mapped_segments=maps.count() + 1)
     with (
         cache.snapshot() as snapshot,
         pytest.warns(RuntimeWarning, match="quarantined"),
@@ -672,7 +672,7 @@ def test_a_suspect_segment_is_checked_before_it_is_read(tmp_path, monkeypatch, r
 
 
 def test_a_damaged_segment_without_a_mapping_is_a_typed_error_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped_module, "_MOST_MAPPED", maps.count() + 1)
+    limit(monkeypatch, mapped_segments=maps.count() + 1)
     cache = make_cache(tmp_path / "cache")
     publish(cache, 3)
     victim = segment_files(cache)[2]

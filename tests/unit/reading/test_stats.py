@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
+import resource
 import threading
 import time
 from types import SimpleNamespace
@@ -12,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, face, make_cache, publish, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, face, limit, make_cache, publish, segment_files, wait_until
 from markup import seen
 
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.native import engine, maps
-from arrowcache.reading import stats as stats_module
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
 from arrowcache.reading.temperature import Temperature
@@ -34,13 +34,11 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall = self.cpu = 1000.0
         self.disk_faults = self.disk_blocks = 0
-        clocks = SimpleNamespace(perf_counter=lambda: self.wall, time=lambda: self.wall)
-        monkeypatch.setattr(stats_module, "time", clocks)
-        usage = SimpleNamespace(RUSAGE_THREAD=1, getrusage=self.usage)
-        monkeypatch.setattr(stats_module, "resource", usage)
+        limit(monkeypatch, clock=lambda: self.wall, wall_clock=lambda: self.wall)
+        monkeypatch.setattr(resource, "getrusage", self.usage)
 
     def usage(self, who: int) -> SimpleNamespace:
-        assert who == 1, "of this thread alone"
+        assert who == resource.RUSAGE_THREAD, "of this thread alone"
         return SimpleNamespace(
             ru_utime=self.cpu / 4, ru_stime=self.cpu * 3 / 4, ru_majflt=self.disk_faults,
             ru_inblock=self.disk_blocks,

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import face, ids_of, mapped_seqs, segment_files, seqs
+from helpers import face, ids_of, limit, mapped_seqs, segment_files, seqs
 from mixed_rows import DAMAGED, FIXED, OTHERS, ROWS, SEGMENT_ROWS, VARIABLE, WHOLE, mixed_cache
 
 import arrowcache as ac
-from arrowcache.reading import mapped
 
 KINDS = pytest.mark.parametrize("columns", [FIXED, VARIABLE], ids=["fixed", "variable"])
 
@@ -51,7 +50,7 @@ def test_a_gather_of_a_truncated_segment_names_it_and_others_can_be_gathered(cac
 
 
 def test_a_gather_of_a_segment_that_has_no_mapping_and_goes_names_it(cache, monkeypatch):
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", 0)
+    limit(monkeypatch, mapped_segments=0)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
         name = damage(cache, Path.unlink)
@@ -85,7 +84,7 @@ def test_other_readers_learn_of_a_segment_that_could_not_be_read(cache):
 
 
 def test_a_segment_whose_read_failed_by_chance_is_checked_once_and_read_on(cache, monkeypatch):
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", 0)
+    limit(monkeypatch, mapped_segments=0)
     with cache.snapshot() as snapshot:
         snapshot.map_all()
         path, away = segment_files(cache)[DAMAGED], cache.path / "away"

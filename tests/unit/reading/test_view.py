@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_cache, publish, published_ids, sample, wait_until
+from helpers import limit, make_cache, publish, published_ids, sample, wait_until
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import mapped
 from arrowcache.reading import view as view_module
 
 ROWS = 96  # six segments
@@ -131,7 +130,7 @@ def test_batches_that_are_no_run_are_copied_and_counted(cache, shuffle):
 
 
 def test_more_views_than_mappings_allow_become_copies(cache, monkeypatch):
-    monkeypatch.setattr(view_module, "_MOST_VIEWS", view_module.live_mappings() + 2)
+    limit(monkeypatch, mapped_views=view_module.live_mappings() + 2)
     with Loader(cache, 8, shuffle="blocks") as loader:
         batches = list(loader)
         assert mapped_segments(cache) == 2
@@ -203,7 +202,7 @@ def test_a_numpy_int_is_a_number_of_rows_and_a_closed_snapshot_says_so_at_once(c
 
 
 def test_segments_for_which_no_mapping_is_left_are_viewed_all_the_same(cache, monkeypatch):
-    monkeypatch.setattr(mapped, "_MOST_MAPPED", 2)
+    limit(monkeypatch, mapped_segments=2)
     again = ac.Cache.open(cache.path)
     with Loader(again, 8, shuffle="blocks") as loader:
         loader.assert_zero_copy()

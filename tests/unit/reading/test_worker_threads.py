@@ -8,10 +8,10 @@ import threading
 import weakref
 
 import pytest
-from helpers import DEADLINE_SECONDS, wait_until
+from helpers import DEADLINE_SECONDS, limit, wait_until
 
 from arrowcache.errors import WorkerError
-from arrowcache.reading import worker_threads as module
+from arrowcache.limits import Limits
 from arrowcache.reading.future import CancelledError
 from arrowcache.reading.worker_threads import WorkerThreads
 
@@ -167,7 +167,7 @@ def test_close_waits_for_the_current_functions_and_ends_the_threads(new_threads,
 def test_close_waits_no_longer_than_it_may(new_threads, alone, monkeypatch):
     go_on, (busy,) = blocked(alone)
     (thread,) = new_threads()
-    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.0)
+    limit(monkeypatch, join_seconds=0.0)
     alone.close()
     assert not busy.done()
     assert thread.is_alive()
@@ -177,7 +177,7 @@ def test_close_waits_no_longer_than_it_may(new_threads, alone, monkeypatch):
 
 
 def test_close_from_its_own_thread_does_not_wait_for_itself(new_threads, alone):
-    alone.submit(alone.close).result(module._JOIN_SECONDS / 2)
+    alone.submit(alone.close).result(Limits.current.join_seconds / 2)
     wait_until(lambda: not new_threads(), "it to end")
 
 

@@ -7,13 +7,12 @@ import threading
 from typing import Any
 
 import pytest
-from helpers import DEADLINE_SECONDS, wait_until
+from helpers import DEADLINE_SECONDS, limit, wait_until
 from processes import Script
 from reader_contract import ids_of as ids
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import worker_threads
 
 
 def loader_of(cache: ac.Cache, size: int = 8, workers: int = 3, **options: Any) -> Loader:
@@ -51,7 +50,7 @@ def test_transforms_that_end_in_another_order_are_delivered_in_step_order(cache)
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_close_while_a_transform_blocks_is_bounded_and_lets_go_when_it_returns(cache, monkeypatch, workers):
-    monkeypatch.setattr(worker_threads, "_JOIN_SECONDS", 0.1)
+    limit(monkeypatch, join_seconds=0.1)
     before = len(threads())
     inside, go_on = threading.Event(), threading.Event()
 
@@ -73,7 +72,7 @@ def test_close_while_a_transform_blocks_is_bounded_and_lets_go_when_it_returns(c
 
 
 def test_a_loader_that_is_dropped_while_transforms_block_leaves_no_thread(cache, monkeypatch):
-    monkeypatch.setattr(worker_threads, "_JOIN_SECONDS", 0.1)
+    limit(monkeypatch, join_seconds=0.1)
     before = len(threads())
     inside, go_on = threading.Semaphore(0), threading.Event()
 

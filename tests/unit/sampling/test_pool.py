@@ -27,11 +27,13 @@ from helpers import (
     full,
     held_by_another_thread,
     in_child,
+    limit,
     make_cache,
     open_files,
     publish,
     segment_files,
     wait_until,
+    worker_processes_run,
 )
 from helpers import sample as row
 from interruptions import interruptions
@@ -41,8 +43,7 @@ from processes import Child, Script
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache import SamplerPool, process
-from arrowcache.sampling import executors
+from arrowcache import SamplerPool
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.sources import Map, Mix
@@ -554,8 +555,7 @@ def test_wait_times_out_with_numbers(cache, threads, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     """A pool that ends does not wait for tasks of others' executors."""
-    monkeypatch.setattr(executors, "STOP_SECONDS", 0.2)
-    monkeypatch.setattr(executors, "_END_SECONDS", 0.2)
+    limit(monkeypatch, task_end_seconds=0.2, task_cancel_seconds=0.0)
 
 
 def test_a_wait_is_woken_by_stop(cache, threads, tmp_path, impatient):
@@ -855,7 +855,7 @@ def test_stopping_with_tasks_that_no_worker_has_yet_ends_the_workers_in_time(cac
     place = tmp_path / "starting"
     place.mkdir()
     starting = f"import os, time; open({str(place)!r} + '/%d' % os.getpid(), 'w').close(); time.sleep(3600)"
-    monkeypatch.setattr(process, "_START", starting)
+    worker_processes_run(monkeypatch, starting, instead=True)
     pool = SamplerPool(cache, draws(), **QUICK)
     wait_until(lambda: len(signs(place)) == 2, "both workers to start")
     stop_in_time(pool)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrowcache.storage import note_lines
 from arrowcache.storage.note_lines import (
     EXCLUDED,
     INCLUDED,
@@ -72,7 +72,7 @@ def said_of(some, rng, is_exact):
 def test_lines_say_what_a_dict_does(data, whats, seed, at_once):
     rng, model, notes = np.random.default_rng(seed), {}, NO_LINES
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(note_lines, "_MOST_AT_ONCE", at_once)
+        limit(patch, noted_rows=at_once)
         for _ in range(data.draw(st.integers(1, 3))):
             some = data.draw(st.lists(calls(whats), min_size=1, max_size=4))
             said, more = said_of(some, rng, is_exact=data.draw(st.booleans()))

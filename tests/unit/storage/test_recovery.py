@@ -14,6 +14,7 @@ import xxhash
 from helpers import ROW, disk_bytes, flip_byte, make_cache, publish, published_ids, segment_files, seqs
 
 import arrowcache as ac
+from arrowcache import linux
 from arrowcache.storage import recovery
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import MOST_SEQ, LockRecord
@@ -33,13 +34,11 @@ def tree(path):
 
 
 @pytest.fixture
-def restart(monkeypatch, tmp_path):
+def restart(monkeypatch):
     """Let the machine have restarted: another boot id from now on."""
 
     def now(boot_id="another-boot"):
-        file = tmp_path / f"boot-{boot_id}"
-        file.write_text(boot_id + "\n")
-        monkeypatch.setattr(recovery, "_BOOT_ID", file)
+        monkeypatch.setattr(linux, "boot_id", lambda: boot_id)
 
     return now
 

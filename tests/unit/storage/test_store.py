@@ -19,6 +19,7 @@ from helpers import (
     KIB,
     ROW,
     disk_bytes,
+    limit,
     make_cache,
     publish,
     published_ids,
@@ -33,7 +34,6 @@ import arrowcache as ac
 from arrowcache import linux
 from arrowcache.arrow.segment import encode
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage import store as store_module
 from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.folder import PART_SLACK_BYTES
 from arrowcache.storage.layout import FREED, MOST_SEQ, PART, ranks_name, segment_name
@@ -312,7 +312,7 @@ def test_a_wait_can_be_cancelled(cache, other):
 
 
 def test_a_long_wait_warns_once_what_it_waits_for(cache, other, monkeypatch):
-    monkeypatch.setattr(store_module, "_WARN_AFTER_SECONDS", 0.0)
+    limit(monkeypatch, lock_warning_seconds=0.0)
     fill(cache)
     assert other.try_range(seqs(cache)[0], 1, exclusive=False)
     with (

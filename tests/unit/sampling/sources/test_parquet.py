@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from drawing import require_pure, take
+from helpers import limit
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -112,7 +113,7 @@ def test_every_row_is_equally_likely_whatever_the_size_of_its_row_group(folder, 
 
 
 def test_a_row_group_is_yielded_in_pieces_of_every_row_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("arrowcache.sampling.sources.parquet._PIECE_BYTES", 7 * 16)
+    limit(monkeypatch, parquet_bytes=7 * 16)
     pq.write_table(pa.table({"x": np.arange(50), "t": [f"n{i}" for i in range(50)]}), tmp_path / "a.parquet")
     pieces = ParquetRows(tmp_path)(np.random.default_rng(0))
     drawn: list[int] = []

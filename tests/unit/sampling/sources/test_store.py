@@ -11,7 +11,7 @@ from pyarrow import fs
 
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.handles import Handles
-from arrowcache.sampling.sources.object_store import _redacted, at_once, locate
+from arrowcache.sampling.sources.object_store import at_once, locate, redacted
 from arrowcache.sampling.sources.retries import Retries
 
 
@@ -195,4 +195,4 @@ def test_a_draw_at_the_end_of_the_range_is_the_last_choice():
     ],
 )
 def test_a_uri_is_shown_without_credentials_and_whole_otherwise(uri, shown):
-    assert _redacted(uri) == shown
+    assert redacted(uri) == shown

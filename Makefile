@@ -108,7 +108,7 @@ test-python-%:
 	$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS)
 
 # How long the storms of tests/storm last.
-STORM_SECONDS := 42
+STORM_SECONDS := 15
 export STORM_SECONDS
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.

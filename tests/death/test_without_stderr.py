@@ -133,7 +133,6 @@ def run(folder: Path, stream: str, code: str, *command: str) -> subprocess.Compl
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 @pytest.mark.parametrize("stream", one_in(4, STREAMS))
 def test_a_process_without_stderr_works(tmp_path, stream):
     works = (f"print({name!r})\n{textwrap.dedent(work)}" for name, work in WORK.items())

@@ -121,7 +121,7 @@ test-python-%:
 	echo "SKIPPED: there is no Python $* here"
 
 # How long the storms of tests/storm last.
-STORM_SECONDS := 42
+STORM_SECONDS := 15
 export STORM_SECONDS
 
 # A Ray cluster is processes enough: one, and one test after another. Its servers end whom they do not hear for a while.

@@ -44,22 +44,22 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Processes that share the tests have to agree on their names, in which no address may be.
 
-    Of a test with many cases that is marked `smoke` the first case is. What is marked `nightly` is left out
-    where it need not run: see quick.py.
+    What is marked `nightly` is left out where it need not run: see quick.py. Of a test with many cases that
+    is marked `smoke` the first of those left is.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
+    if not config.getoption("nightly"):
+        is_changed: dict[tuple[str, ...], bool] = {}
+        left = [item for item in items if is_left_to_the_night(item, is_changed)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
     seen = set()
     for item in items:
         name = item.nodeid.partition("[")[0]
         if name in seen:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
         seen.add(name)
-    if not config.getoption("nightly"):
-        is_changed: dict[tuple[str, ...], bool] = {}
-        left = [item for item in items if is_left_to_the_night(item, is_changed)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in {*left}]
 
 
 def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bool]) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from quick import SEED
+
 import arrowcache
 
 if TYPE_CHECKING:
@@ -92,8 +94,11 @@ class Interruption:
 
 
 def interruptions(least: int, *args: Any, every: int = 1, **options: Any) -> Iterator[Interruption]:
-    """One at each step, until one does not come for there are no more; `least` steps there must be."""
-    for number in itertools.count(0, every):
+    """One at each step, until one does not come for there are no more; `least` steps there must be.
+
+    Or at one in `every` steps, each commit at others.
+    """
+    for number in itertools.count(SEED % every, every):
         interruption = Interruption(number, *args, **options)
         yield interruption
         if not interruption.where:

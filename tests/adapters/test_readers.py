@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from datasets_of_items import Items
-from quick import first_is_quick
-from reader_contract import Contract, Face, Unclosed, WholeEpochs
+from reader_contract import Contract, Face, Unclosed, WholeEpochs, same
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -93,34 +93,6 @@ FACES = {
 }
 
 
-WHOLE = ("numpy", "torch", "device", "dataloader", "torch, processes", "dataloader, forked")
-"""Each commit's CI has the whole contract of these, and of the others the tests below."""
-OF_ALL = (
-    "test_an_epoch_is_whole_where_nothing_else_holds_its_reader",
-    "test_an_epoch_that_is_cut_short_raises_in_its_consumer",
-    "test_epochs_are_those_of_the_plain_loader_and_grow_with_the_cache",
-    "test_what_is_dropped_in_mid_epoch_leaves_nothing",
-    "test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole",
-)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.cls is TestReaders and "face" in metafunc.fixturenames:
-        marks = [pytest.mark.slow, pytest.mark.nightly]
-        is_of_all = metafunc.function.__name__ in OF_ALL
-        first, *others = FACES
-        faces = [pytest.param(name, marks=marks[: 1 if is_of_all or name in WHOLE else 2]) for name in others]
-        metafunc.parametrize("face", [first, *faces], indirect=True)
-
-
-class TestReaders(Contract):
-    """Each of FACES."""
-
-    @pytest.fixture
-    def face(self, request: pytest.FixtureRequest) -> Face:
-        return FACES[request.param]
-
-
 ENDS = frozenset({"one epoch", "close", "state", "repeat"})
 
 
@@ -179,9 +151,62 @@ OTHERS = {
 }
 
 
+WHOLE = (
+    "numpy", "torch", "device", "dataloader", "torch, processes", "dataloader, forked",
+    "items", "items that are made", "items on a device", "items by workers", "packed", "a list, moved",
+)  # fmt: skip
+"""Each commit's CI has the whole contract of these, and of the others what is in BRIEF."""
+CUT_SHORT = Contract.test_an_epoch_that_is_cut_short_raises_in_its_consumer
+BRIEF: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    "nothing holds it": (Contract.test_an_epoch_is_whole_where_nothing_else_holds_its_reader, ("collected",)),
+    "a newer epoch": (CUT_SHORT, ("a newer one began", 1)),
+    "closed": (CUT_SHORT, ("was closed", 5)),
+    "its epochs": (
+        Contract.test_epochs_are_those_of_the_plain_loader_and_grow_with_the_cache,
+        ("window", same),
+    ),
+    "a break": (Contract.test_after_a_break_the_next_epoch_is_whole, ()),
+    "a state": (Contract.test_a_state_goes_on_where_it_was_taken, (7,)),
+}
+IN_BRIEF = {
+    **{(name, what): face for name, face in FACES.items() if name not in WHOLE for what in BRIEF},
+    **{(name, what): face for name, face in OTHERS.items() if name not in WHOLE for what in [*BRIEF][:3]},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.cls in (TestReaders, TestOtherReaders) and "face" in metafunc.fixturenames:
+        marks = [pytest.mark.slow, pytest.mark.nightly]
+        first, *others = FACES if metafunc.cls is TestReaders else OTHERS
+        faces = [pytest.param(name, marks=marks[: 1 if name in WHOLE else 2]) for name in others]
+        metafunc.parametrize("face", [first, *faces], indirect=True)
+
+
+class TestReaders(Contract):
+    """Each of FACES."""
+
+    @pytest.fixture
+    def face(self, request: pytest.FixtureRequest) -> Face:
+        return FACES[request.param]
+
+
 class TestOtherReaders(WholeEpochs):
     """Each of OTHERS."""
 
-    @pytest.fixture(params=first_is_quick(OTHERS))
+    @pytest.fixture
     def face(self, request: pytest.FixtureRequest) -> Face:
         return OTHERS[request.param]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "what"), IN_BRIEF)
+def test_a_reader_in_brief(name, what, cache):
+    test, arguments = BRIEF[what]
+    test(Contract(), IN_BRIEF[name, what], cache, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FACES if name not in WHOLE])
+def test_a_reader_in_brief_after_an_error(name, cache, tmp_path):
+    test = Contract.test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole
+    test(Contract(), FACES[name], cache, tmp_path)

@@ -25,7 +25,8 @@ import pytest
 import torch
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
 from helpers import flip_byte, in_child, limit, segment_files, wait_until
-from processes import METHODS, Child, Script, private_mounts, small_disk
+from processes import Child, Script, private_mounts, small_disk
+from quick import one_in
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -405,20 +406,24 @@ def test_an_attribute_of_the_dataset_inside_is_named(path):
         assert not hasattr(CachedDataset.__new__(CachedDataset), "_spec"), "as while it is copied"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_it_counts_what_its_workers_read_and_made(path, method):
-    with cached(Numbers(20), path, capacity="16MiB") as train:
-        for hits, made in ((1, 20), (21, 20)):
-            loader = DataLoader(train, 5, num_workers=2, multiprocessing_context=method)
-            assert sum(len(batch["y"]) for batch in loader) == 20
+@pytest.mark.parametrize(
+    "method",
+    ["fork", *one_in(2, [pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver")])],
+)
+def test_workers_that_are_started_in_any_way_share_it_and_are_counted(path, log, method):
+    workers = 2 if method == "fork" else 1  # which take seconds to start
+    with cached(Numbers(20, log), path, capacity="16MiB", transform=lambda item: item) as train:
+        for hits, count in ((1, 20), (21, 20)):
+            epoch(train, batch_size=5, num_workers=workers, multiprocessing_context=method)
             stats = train.stats()
-            assert (stats.hits, stats.made) == (hits, made - 1)
-            assert f"{hits} items read from the cache, {made - 1} made" in str(train).replace(
+            assert (stats.hits, stats.made) == (hits, count - 1)
+            assert f"{hits} items read from the cache, {count - 1} made" in str(train).replace(
                 "1 item ", "1 items "
             )
         other = pickle.loads(pickle.dumps(train))
         assert (other.stats().hits, other.stats().made) == (0, 0), "a copy counts for itself"
         other.close()
+    assert made(log) == Counter(range(20))
 
 
 @pytest.mark.parametrize(
@@ -456,15 +461,6 @@ def test_an_item_is_made_once(path, log, workers, persistent):
         del loader
         assert train.cached == 95
     assert made(log) == Counter(range(95))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_that_are_started_in_any_way_share_it(path, log, method):
-    with cached(Numbers(40, log), path, capacity="64MiB", transform=lambda item: item) as train:
-        for _ in range(2):
-            epoch(train, num_workers=2, multiprocessing_context=method)
-    assert made(log) == Counter(range(40))
 
 
 def rank(path, log, number, epochs):
@@ -633,7 +629,7 @@ ENDED = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("end", one_in(2, [pytest.param(code, id=name) for name, code in ENDS.items()]))
 def test_workers_publish_what_they_made_as_their_script_ends(path, end):
     """multiprocessing ends them by SIGTERM."""
     with Script(textwrap.dedent(ENDED) + textwrap.dedent(end), path) as script:
@@ -748,10 +744,10 @@ def test_what_is_in_stays_in(path, log):
 
 def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys):
     commands = pytest.importorskip("arrowcache.cli.commands", reason="the extra 'explore' is not installed")
-    with cached(Numbers(5000), path, capacity="64MiB") as train:
-        train.__getitems__([*range(4000)])
-        says = f"cached {train.cached:,} of 5,000 items (80 %)"
-        assert train.cached == 4000
+    with cached(Numbers(1250), path, capacity="64MiB") as train:
+        train.__getitems__([*range(1000)])
+        says = f"cached {train.cached:,} of 1,250 items (80 %)"
+        assert train.cached == 1000
         assert train.cache.stats().hit_rate == 0.8
         assert says in str(train.cache)
         board = Board(path)
@@ -897,6 +893,7 @@ SEEDED = """
 """
 
 
+@pytest.mark.slow
 def test_a_seeded_script_has_the_same_numbers_whether_items_are_stored_or_made(path):
     """Also in its workers, each of which has others, in each epoch and loader."""
     lines = []
@@ -1107,14 +1104,14 @@ KILLED = """
 @pytest.mark.slow
 def test_kills_in_mid_epoch_lose_and_spoil_nothing_that_was_published(path):
     before: set[int] = set()
-    for number in range(8):
+    for seconds in (0.05, 0.35, 0.95, None):
         with Script(KILLED, path) as script:
             assert script.line() == "begun"
             assert script.line() == "an epoch"
-            if number == 7:
+            if seconds is None:
                 assert script.line() == "an epoch"
             else:
-                time.sleep(0.05 + 0.15 * number)
+                time.sleep(seconds)
             script.signal_group(signal.SIGKILL)
         with cached(Large(400), path, capacity="64MiB") as train:
             now = {*there(train)}

@@ -19,16 +19,16 @@ import arrowcache as ac
 from arrowcache.reading.gather import abandon
 from arrowcache.reading.slots import Slots
 
-DEATHS = int(os.environ.get("DEATHS", "10"))
+DEATHS = int(os.environ.get("DEATHS", "5"))
 WAYS = ["end", "exit", "error", "break", "collected", "interrupt", "signal", "no more"]
 
 # A parent that has imported everything forks one child a death; each ends through the interpreter's own exit.
 DEATH = """
-    import gc, os, signal, sys
+    import gc, itertools, os, signal, sys
     import arrowcache as ac
     import arrowcache.reading.loader
 
-    path, way, deaths, is_cold = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "cold"
+    path, ways, deaths, is_cold = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4] == "cold"
     SHUFFLES = ["rows", "window", "blocks", None] if is_cold else ["rows"]
     segments = os.path.join(path, "segments")
 
@@ -53,7 +53,7 @@ DEATH = """
         def __del__(self):  # an object that dies after most others have
             kept = self.batches
 
-    def die(number):
+    def die(way, number):
         kept = Kept()
         options = {"shuffle": SHUFFLES[number % len(SHUFFLES)], "seed": number}
         loader = ac.Loader(path, 8, prefetch=None if is_cold else 4, **options)
@@ -99,16 +99,16 @@ DEATH = """
         elif way == "no more":
             os._exit(0)
 
-    for number in range(deaths):
+    for way, number in itertools.product(ways, range(deaths)):
         if is_cold:
             drop()
         pid = os.fork()
         if not pid:
             signal.alarm(60)
-            die(number)
+            die(way, number)
             break
         _, status = os.waitpid(pid, 0)
-        assert status == 0, (number, status)
+        assert status == 0, (way, number, status)
     else:
         print("all are dead")
 """
@@ -116,8 +116,7 @@ DEATH = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["warm", "cold"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way, rows):
+def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, rows):
     """Copied from memory; or asked of the disk and read, or fetched ahead."""
     schema = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("uint8", (65536,)), "text": ac.String()})
     cache = make_cache(tmp_path / "cache", schema, capacity="64MiB", segment_bytes="4MiB", segment_rows=32)
@@ -126,7 +125,7 @@ def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, way,
             writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number) * 1000)
     if rows == "cold":
         drop_from_memory(*segment_files(cache))
-    with Script(DEATH, cache.path, way, DEATHS, rows) as script:
+    with Script(DEATH, cache.path, ",".join(WAYS), DEATHS, rows) as script:
         assert script.line() == "all are dead"
         assert script.end()[0] == 0
     assert cache.stats().leased_bytes == 0
@@ -162,7 +161,7 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
 
     come_and_go()
     before = now()
-    for number in range(400 if is_cold else 2000):
+    for number in range(100 if is_cold else 200):
         come_and_go(number)
     wait_until(is_nothing_left, "all to be let go")  # a thread that cancels for another, too
 

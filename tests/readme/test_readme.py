@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from processes import Script
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -91,18 +90,25 @@ def test_its_links_lead_somewhere():
             assert anchor in headings(path.read_text()), link
 
 
+START = """
+    import os, runpy, sys
+
+    os.chdir(sys.argv[1])
+    with open("output", "w") as file:
+        os.dup2(file.fileno(), 1)
+    runpy.run_path("script.py", run_name="__main__")
+"""
+
+
 def run(folder: Path, *blocks: str, then: str = "") -> str:
     """Run blocks of README as one script, in a folder; what it printed."""
     code = "\n".join(blocks).replace('"/data/', f'"{folder}/').replace("range(100)", "range(3)")
     code = re.sub(r'capacity="\d+GB"', 'capacity="300MB"', code).replace("num_workers=4", "num_workers=2")
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(PRELUDE) + "\n" + code + "\n" + textwrap.dedent(then))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", path], capture_output=True, text=True, timeout=240, check=False,
-        cwd=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    (folder / "script.py").write_text(textwrap.dedent(PRELUDE) + "\n" + code + "\n" + textwrap.dedent(then))
+    with Script(START, folder) as script:
+        exit_code, errors = script.end(240)
+        assert exit_code == 0, errors
+    return (folder / "output").read_text()
 
 
 @pytest.fixture
@@ -112,25 +118,18 @@ def torch():
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_the_first_example_trains_while_samplers_publish(tmp_path, torch):
-    out = run(tmp_path, *BLOCKS[FIRST], then="print(len(seen), min(seen))")
-    batches, least = map(int, out.split())
-    assert batches >= 3
-    assert least == 64
-
-
-@pytest.mark.slow
-def test_the_first_example_can_be_started_again_and_goes_on(tmp_path, torch):
+def test_the_first_example_trains_while_samplers_publish_and_started_again_goes_on(tmp_path, torch):
     then = """
         with ac.Cache.open(CACHE) as cache:
             names = [segment.task for segment in cache.store.segments()]
-            print(cache.stats().rows, len(seen), len({*names}) == len(names))
+            print(cache.stats().rows, len(seen), min(seen), len({*names}) == len(names))
     """.replace("CACHE", repr(str(tmp_path / "cache")))
     rows = 0
     for _ in range(2):
-        now, batches, are_distinct = run(tmp_path, *BLOCKS[FIRST], then=then).split()
+        now, batches, least, are_distinct = run(tmp_path, *BLOCKS[FIRST], then=then).split()
         assert int(now) >= max(rows, 64), "what the first run left is there"
         assert int(batches) >= 3
+        assert least == "64"
         assert are_distinct == "True", "no task is drawn twice"
         rows = int(now)
 

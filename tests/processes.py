@@ -200,13 +200,13 @@ class Script:
         its_input, input_ = os.pipe()
         self._input: int | None = input_
         self._output, its_output = os.pipe()
-        self._errors = tempfile.TemporaryFile("a+", errors="replace")  # whoever writes does so at its end
+        self._errors = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  # its own: see __exit__
         self._said = ""
         self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), True)
         streams = [its_input, its_output, self._errors.fileno()]
         try:
             self._process: subprocess.Popen[bytes] | _Forked
-            if within or new_interpreter:
+            if within or new_interpreter or os.environ.get("FRESH"):
                 command = [*within, sys.executable, "-W", "error", "-c", _AS_IN_A_TERMINAL + code, *words]
                 self._process = subprocess.Popen(
                     command, stdin=its_input, stdout=its_output, stderr=self._errors, start_new_session=True,
@@ -318,7 +318,7 @@ class _Forked:
         assert len(sent) < MOST_BYTES, "more than the server takes"
         socket.send_fds(_script_server(), [sent], [*streams, its_end])
         os.close(its_end)
-        self._file = open(self._told)
+        self._file = os.fdopen(self._told)
         self.pid = int(self._file.readline())
         self.returncode: int | None = None
 
@@ -340,7 +340,11 @@ class _Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-_AT_IMPORT = {**os.environ, **SINGLE_THREADED, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+_AT_IMPORT = {
+    **os.environ,
+    **SINGLE_THREADED,
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+}
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""Where most scripts of `processes.Script` come from: a process that has imported what takes seconds, and forks.
+"""The process that most scripts of `processes.Script` are forked off: it has imported what takes seconds.
 
-A script is a child of it, and else as if it had started by itself: it is no process of `multiprocessing`, it has
-standard streams, arguments, environment and session of its own, and ends as an interpreter does. Nothing that only
-tests need is imported here.
+A script is as if it had started by itself: no process of `multiprocessing`; streams, arguments, environment
+and session are its own; it ends as an interpreter does. Nothing that only tests need is imported here.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +31,8 @@ MOST_BYTES = 1 << 20  # of a request
 def serve(number: int) -> str:
     """Fork a script for each request that socket `number` gets; returns in each of them, with its code.
 
-    A request has standard input, output and error, and a pipe to which first the script's pid is written and then,
-    by this process, its exit code.
+    A request comes with standard input, output and error, and with a pipe: the script writes its pid to that,
+    and this process its exit code.
     """
     for name in PRELOADED:
         with suppress(ImportError):  # some environments have no torch
@@ -65,7 +65,7 @@ def serve(number: int) -> str:
                 os.close(stream)
 
 
-def _begin(request: dict, streams: list[int], told: int) -> str:
+def _begin(request: dict[str, Any], streams: list[int], told: int) -> str:
     os.setsid()
     for target, stream in enumerate(streams):
         os.dup2(stream, target)

@@ -109,9 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = [pytest.mark.slow, pytest.mark.nightly]
         is_of_all = metafunc.function.__name__ in OF_ALL
         first, *others = FACES
-        faces = [
-            pytest.param(name, marks=marks[: 1 if is_of_all or name in WHOLE else 2]) for name in others
-        ]
+        faces = [pytest.param(name, marks=marks[: 1 if is_of_all or name in WHOLE else 2]) for name in others]
         metafunc.parametrize("face", [first, *faces], indirect=True)
 
 

@@ -35,7 +35,7 @@ BEGINNING = """
     import arrowcache as ac
     from arrowcache.reading import mapped
     from faulty_disk import Disk
-    from helpers import ids_of, mapped_seqs, segment_files, wait_until
+    from helpers import ids_of, mapped_seqs, segment_files, wait_for_sleep, wait_until
     from mixed_rows import BAD, DAMAGED, FIXED, OTHERS, VARIABLE, WHOLE, checked, rows_of
 
     disk, cache = Disk(), ac.Cache.open(sys.argv[1])
@@ -245,7 +245,7 @@ INTERRUPTED = """
 
         def press():
             cancels.wait()
-            time.sleep(0.1)  # else it comes before it waits, which is as good
+            wait_for_sleep()
             os.kill(os.getpid(), signal.SIGINT)
             held.__exit__(None, None, None)
 

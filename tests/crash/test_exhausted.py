@@ -40,7 +40,7 @@ def cache(tmp_path):
 
 def runs_well(code: str, *arguments: object, **options: Any) -> None:
     """A script gets to its end, and nothing is told of."""
-    with Script(code, *arguments, **options) as script:
+    with Script(code, *arguments, new_interpreter=True, **options) as script:  # an import takes a descriptor
         assert script.line() == "well"
         assert script.end() == (0, "")
 

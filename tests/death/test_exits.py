@@ -137,7 +137,7 @@ def test_an_exit_within_an_epoch_of_a_daemon_thread_shows_no_end_and_no_error(tm
     cache = ac.Cache.create(tmp_path / "cache", ac.Schema({"id": ac.Tensor("int64")}), "64MiB", "4MiB")
     with cache.writer() as writer:
         writer.extend(id=np.arange(200_000))
-    with Script(CONSUMED, cache.path, face) as script:
+    with Script(CONSUMED, cache.path, face, new_interpreter=True) as script:
         assert script.line() == "exits"
         assert script.end() == (0, "")
 
@@ -177,5 +177,5 @@ assert loader.stats().copied_bytes < loader.stats().bytes
 @pytest.mark.slow
 def test_a_tensor_over_a_file_that_outlives_all_modules_says_nothing(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    with Script(OUTLIVES, tmp_path / "cache") as script:
+    with Script(OUTLIVES, tmp_path / "cache", new_interpreter=True) as script:
         assert script.end() == (0, "")

@@ -52,7 +52,7 @@ FORK = """
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_a_fork_leaves_the_parent_its_lease_and_lets_the_child_read_anew(cache):
-    with Script(FORK, cache.path) as script:
+    with Script(FORK, cache.path, new_interpreter=True) as script:
         assert script.line() == "well"
         assert script.end() == (0, "")
 

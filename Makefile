@@ -85,8 +85,7 @@ check: .envs/test/.stamp
 # The quick tests and one case of each slow kind: it can fail for each promise of the README.
 test: .envs/test/.stamp
 	$(call compile,test)
-	.envs/test/bin/python $(TESTS) $(NOT_BESIDE) -m '(not slow or smoke) and not no_cover' $(ARGS)
-	.envs/test/bin/python $(TESTS) $(shell grep --recursive --files-with-matches 'mark.no_cover' $(COVERED)) -m no_cover $(ARGS)
+	.envs/test/bin/python $(TESTS) $(NOT_BESIDE) -m 'not slow or smoke' $(ARGS)
 
 # All others, in all environments.
 test-all: test test-rest
@@ -105,7 +104,7 @@ test-pythons: $(PYTHONS:%=test-python-%)
 test-python-%:
 	@found=$$(command -v python$* || ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python 2>/dev/null | tail -1); \
 	if [ -z "$$found" ]; then echo "SKIPPED: there is no Python $* here"; exit 0; fi; \
-	$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS)
+	$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow' $(ARGS)
 
 # How long the storms of tests/storm last.
 STORM_SECONDS := 42
@@ -122,20 +121,17 @@ NOT_IN_OLDEST := --ignore tests/architecture --ignore tests/benchmarks --ignore 
 	--ignore tests/refusals --ignore tests/stateful \
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
 
-# Those that press Ctrl-C in their own process run apart: the process of the others may by then have an extension that
-# keeps a signal from whoever waits.
-COVERED := tests/unit tests/adapters tests/explore tests/cli
-
 # What `make test` has not run: what is slow, and what needs a package that .envs/test has not.
 MORE := accelerate|boto3|datasets|distributed|jedi|jupyterlab|lightning|loky|moto|mypy|polars|psutil|selenium|tensordict|torchdata
 NEEDING_MORE := $(shell grep --recursive --files-with-matches --extended-regexp 'importorskip..($(MORE))' --include='test_*.py' tests)
 test-newest: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke and not no_cover' $(ARGS)
+	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke' $(ARGS)
 	$(RUN) $(TESTS) $(NEEDING_MORE) $(ARGS)
 
 # How many branches these tests reach in their own process, the modules with the fewest first: no part of `make test`,
 # as it takes them twice the processor. CPython 3.11 may have a traced thread spin after Ctrl-C, and keep the GIL.
+COVERED := tests/unit tests/adapters tests/explore tests/cli
 coverage: .envs/newest/.stamp
 	$(call compile,newest)
 	$(RUN) $(TESTS) $(NOT_BESIDE) $(COVERED) -m 'not no_cover' --cov --cov-report=term $(ARGS)

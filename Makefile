@@ -28,7 +28,8 @@ reverb := dm-reverb[tensorflow] portpicker
 # threads of OpenMP that spin while they wait would take the processors from the others. ARGS=-n0: no sharing.
 TESTS := -m pytest --numprocesses $(shell expr $$(nproc) + 1) --dist worksteal
 check test test-%: export OMP_WAIT_POLICY := passive
-# Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py.
+# Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py. It also
+# draws the order of tests, by pytest-randomly; ARGS=--randomly-seed=N: another.
 export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \

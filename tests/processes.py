@@ -184,7 +184,7 @@ LINE_SECONDS = 2 * DEADLINE_SECONDS
 class Script:
     """A user's script: the leader of a session of its own; a context manager that ends it.
 
-    Its process is forked off one that has imported PyTorch, but for `new_interpreter`: see script_server.py.
+    It is forked off a process that has imported Arrow, and PyTorch if it names that: see script_server.py.
 
     Args:
         within: the beginning of its command, such as that of a `small_disk`; of a new interpreter.
@@ -312,11 +312,12 @@ class Script:
 class _Forked:
     """A process of the server of scripts, with what `Script` asks of a `subprocess.Popen`."""
 
-    def __init__(self, streams: Sequence[int], **request: object) -> None:
+    def __init__(self, streams: Sequence[int], code: str, **request: object) -> None:
         self._told, its_end = os.pipe()
-        sent = json.dumps({**request, "folder": os.getcwd()}).encode()
+        sent = json.dumps({**request, "code": code, "folder": os.getcwd()}).encode()
         assert len(sent) < MOST_BYTES, "more than the server takes"
-        socket.send_fds(_script_server(), [sent], [*streams, its_end])
+        server = _script_server("torch" in code)
+        socket.send_fds(server, [sent], [*streams, its_end])
         os.close(its_end)
         self._file = os.fdopen(self._told)
         self.pid = int(self._file.readline())
@@ -348,11 +349,12 @@ _AT_IMPORT = {
 
 
 @functools.cache
-def _script_server() -> socket.socket:
+def _script_server(has_torch: bool) -> socket.socket:
     """To which requests are sent; started with the first one."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        code = f"import script_server; exec(script_server.serve({its.fileno()}))"
+        more = ["arrowcache.torch"] if has_torch else []
+        code = f"from script_server import serve; serve({its.fileno()}, *{more})"
         process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             start_new_session=True, pass_fds=[its.fileno()], env=_AT_IMPORT,

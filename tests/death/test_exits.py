@@ -151,7 +151,7 @@ def test_interpreters_that_end_with_jobs_on_their_way_neither_crash_nor_hang(tmp
     with cache.writer() as writer:
         for number in range(512):
             writer.append(id=number, image=np.full((128, 128), number, np.float32), name=str(number))
-    with Script(SCRIPT, cache.path, EXITS) as script:
+    with Script(SCRIPT, cache.path, EXITS, new_interpreter=True) as script:
         for number in range(EXITS):
             assert script.line() == str(number)
         assert script.end() == (0, "")

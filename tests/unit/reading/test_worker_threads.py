@@ -235,7 +235,7 @@ def test_close_cancels_the_functions_that_no_thread_has_begun(alone):
     """It does not wait for them, also where a handler closes what would cancel them otherwise."""
     go_on, (busy,) = blocked(alone)
     waiting = [alone.submit(lambda: None) for _ in range(3)]
-    threading.Timer(0.05, go_on.set).start()
+    waiting[-1].add_done_callback(lambda _: go_on.set())
     alone.close()
     assert busy.result(DEADLINE_SECONDS) is None
     for future in waiting:

@@ -188,6 +188,12 @@ ENDS = """
 
     of_process.PATIENCE_NANOSECONDS = 50_000_000  # in place of 5 s
 
+    def consume(epoch):
+        try:
+            list(epoch)
+        except RuntimeError as error:
+            assert "closed" in str(error), error
+
     def left_behind(end, *begun):
         "How many jobs were, as two threads were held."
         while disk.calls("read") < 2:
@@ -205,7 +211,7 @@ ENDS = """
             epoch = iter(loader)
             checked(next(epoch))
             with disk.is_held("/segments/", "read"):
-                on_its_way = threading.Thread(target=list, args=(epoch,), daemon=True)
+                on_its_way = threading.Thread(target=consume, args=(epoch,), daemon=True)
                 on_its_way.start()
                 assert left_behind(lambda: [loader.close(), on_its_way.join()]) <= 2, shuffle
     drop()

@@ -138,7 +138,8 @@ EXHAUSTED = """
             "processes": ac.Loader(cache, 16, workers=2, transform=same),
         }
         fresh = [ac.Loader(cache, 16), ac.Loader(cache, 16, workers=2, transform=same)]
-        pool_of = ac.SamplerPool  # its module is imported with its first use, which takes a descriptor
+        pool_of = ac.SamplerPool  # modules are imported with its first use, which takes descriptors
+        import arrowcache.sampling.workers
         for _ in range(3):
             for loader in loaders.values():
                 assert len(ids_of(loader)) == 320

@@ -241,6 +241,10 @@ class Script:
             pass
         return self._process.wait(max(0.0, deadline - time.monotonic())), self._complaints()
 
+    def printed(self) -> str:
+        """What it has printed beyond the lines that were asked for, once it has ended."""
+        return self._said
+
     def _hears(self, deadline: float) -> bool:
         """Wait for more of its output; False at the end of that."""
         seconds = max(0.0, deadline - time.monotonic())

@@ -17,11 +17,8 @@ import select
 import signal
 import socket
 import sys
-import threading
 from contextlib import suppress
 from typing import Any, NoReturn
-
-import numpy as np
 
 PRELOADED = (
     "numpy.random",
@@ -41,6 +38,7 @@ def serve(number: int, *more: str) -> NoReturn:
     A request comes with standard input, output and error, and with a pipe: the script writes its pid to that,
     and this process its exit code.
     """
+    atexit.register(_end)  # the first is the last to be called
     for name in (*PRELOADED, *more):
         with suppress(ImportError):  # some environments have no torch
             importlib.import_module(name)
@@ -85,31 +83,38 @@ def _begin(script: dict[str, Any], streams: list[int], told: int) -> None:
     os.environ.clear()
     os.environ.update(script["environment"])
     sys.argv[1:] = script["arguments"]
-    np.random.seed()  # noqa: NPY002 as in a new interpreter
+    sys.modules["numpy"].random.seed()  # as in a new interpreter
     random.seed()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(told, b"%d\n" % os.getpid())
     os.close(told)
 
 
+exit_code = 0
+"""Of a script that has ended; -2 after Ctrl-C."""
+
+
 def _run(code: str) -> NoReturn:
-    main = vars(sys.modules["__main__"])
-    status, is_interrupted = 0, False
+    global exit_code
     try:
-        exec(compile(code, "<string>", "exec", dont_inherit=True), main)
+        exec(compile(code, "<string>", "exec", dont_inherit=True), vars(sys.modules["__main__"]))
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        status, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    main.clear()
+        of_script = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error.with_traceback(of_script), of_script)
+        exit_code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    sys.exit()
+
+
+def _end() -> None:
+    """The interpreter's exit comes to this once other threads, and all else of `atexit`, have ended."""
+    vars(sys.modules["__main__"]).clear()
     gc.collect()
     sys.stdout.flush()
-    if is_interrupted:
+    if exit_code < 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    os._exit(status)
+    os._exit(exit_code)

@@ -35,7 +35,8 @@ reverb := dm-reverb[tensorflow] portpicker
 # threads of OpenMP that spin while they wait would take the processors from the others. ARGS=-n0: no sharing.
 TESTS := -m pytest --numprocesses $(shell expr $$(nproc) + 1) --dist worksteal
 check test test-%: export OMP_WAIT_POLICY := passive
-# Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py.
+# Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py. It also
+# draws the order of tests, by pytest-randomly; ARGS=--randomly-seed=N: another.
 export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
@@ -93,8 +94,7 @@ check: .envs/test/.stamp
 # The quick tests and one case of each slow kind: it can fail for each promise of the README.
 test: .envs/test/.stamp
 	$(call compile,test)
-	.envs/test/bin/python $(TESTS) $(NOT_BESIDE) -m '(not slow or smoke) and not no_cover' $(ARGS)
-	.envs/test/bin/python $(TESTS) $(shell grep --recursive --files-with-matches 'mark.no_cover' $(COVERED)) -m no_cover $(ARGS)
+	.envs/test/bin/python $(TESTS) $(NOT_BESIDE) -m 'not slow or smoke' $(ARGS)
 
 # All others, in all environments.
 test-all: test test-rest
@@ -116,7 +116,7 @@ test-python-%:
 	@for found in python$* $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python; do \
 		if ! $$found -c '' 2>/dev/null; then continue; fi; \
 		$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && $(call compile,core-$*) && \
-			exec .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow and not no_cover' $(ARGS); \
+			exec .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow' $(ARGS); \
 		exit; done; \
 	echo "SKIPPED: there is no Python $* here"
 
@@ -135,20 +135,17 @@ NOT_IN_OLDEST := --ignore tests/architecture --ignore tests/benchmarks --ignore 
 	--ignore tests/refusals --ignore tests/stateful \
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
 
-# Those that press Ctrl-C in their own process run apart: the process of the others may by then have an extension that
-# keeps a signal from whoever waits.
-COVERED := tests/unit tests/adapters tests/explore tests/cli
-
 # What `make test` has not run: what is slow, and what needs a package that .envs/test has not.
 MORE := accelerate|boto3|datasets|distributed|jedi|jupyterlab|lightning|loky|moto|mypy|polars|psutil|selenium|tensordict|torchdata
 NEEDING_MORE := $(shell grep --recursive --files-with-matches --extended-regexp 'importorskip..($(MORE))' --include='test_*.py' tests)
 test-newest: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke and not no_cover' $(ARGS)
+	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke' $(ARGS)
 	$(RUN) $(TESTS) $(NEEDING_MORE) $(ARGS)
 
 # How many branches these tests reach in their own process, the modules with the fewest first: no part of `make test`,
 # as it takes them twice the processor. CPython 3.11 may have a traced thread spin after Ctrl-C, and keep the GIL.
+COVERED := tests/unit tests/adapters tests/explore tests/cli
 coverage: .envs/newest/.stamp
 	$(call compile,newest)
 	$(RUN) $(TESTS) $(NOT_BESIDE) $(COVERED) -m 'not no_cover' --cov --cov-report=term $(ARGS)

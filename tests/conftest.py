@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ settings.load_profile("busy")
 # What a shell starts in the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup() -> None:
+    """Each test begins with Python's own handler of Ctrl-C.
+
+    With its import polars puts another one there, and whatever wait that interrupts goes on:
+    https://github.com/pola-rs/polars/issues/21739
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _IS_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
@@ -37,11 +48,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run also what is marked `nightly`")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One commit has one order: pytest-randomly, which prints it, gets the seed that draws the cases, too."""
+    if config.getoption("randomly_seed", None) == "default":
+        config.option.randomly_seed = SEED
+
+
 def pytest_report_header() -> str:
     return f"cases drawn by TESTS_SEED={SEED:x}"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-randomly: a first case is always the same
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Processes that share the tests have to agree on their names, in which no address may be.
 
     What is marked `nightly` is left out where it need not run: see quick.py. Of a test with many cases that
@@ -60,6 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name in seen:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
         seen.add(name)
+    return (yield)
 
 
 def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bool]) -> bool:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import codecs
+import functools
+import io
+import json
 import multiprocessing
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 from helpers import DEADLINE_SECONDS
+from script_server import MOST_BYTES, SINGLE_THREADED
 
 import arrowcache as ac
 
@@ -170,40 +178,87 @@ def _possible(command: list[str], otherwise: str) -> list[str]:
     return command
 
 
+LINE_SECONDS = 2 * DEADLINE_SECONDS
+
+
 class Script:
-    """A user's script: a new interpreter, leader of a session of its own; a context manager that ends it.
+    """A user's script: the leader of a session of its own; a context manager that ends it.
+
+    It is forked off a process that has imported Arrow, and PyTorch if it names that: see script_server.py.
 
     Args:
-        within: the beginning of its command, such as that of a `small_disk`.
+        within: the beginning of its command, such as that of a `small_disk`; of a new interpreter.
+        new_interpreter: where `__main__`, an import or the interpreter's own end is what a test is about.
     """
 
-    def __init__(self, code: str, *arguments: object, within: Sequence[str] = ()) -> None:
+    def __init__(
+        self, code: str, *arguments: object, within: Sequence[str] = (), new_interpreter: bool = False
+    ) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
-        code = _AS_IN_A_TERMINAL + textwrap.dedent(code)
-        self._process = subprocess.Popen(
-            [*within, sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, env={**os.environ, "PYTHONPATH": paths},
-        )  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": paths}
+        code, words = textwrap.dedent(code), [str(argument) for argument in arguments]
+        its_input, input_ = os.pipe()
+        self._input: int | None = input_
+        self._output, its_output = os.pipe()
+        self._errors = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  # its own: see __exit__
+        self._said = ""
+        self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), True)
+        streams = [its_input, its_output, self._errors.fileno()]
+        try:
+            self._process: subprocess.Popen[bytes] | _Forked
+            if within or new_interpreter or os.environ.get("FRESH"):
+                command = [*within, sys.executable, "-W", "error", "-c", _AS_IN_A_TERMINAL + code, *words]
+                self._process = subprocess.Popen(
+                    command, stdin=its_input, stdout=its_output, stderr=self._errors, start_new_session=True,
+                    env=environment,
+                )  # fmt: skip
+            else:
+                self._process = _Forked(streams, code=code, arguments=words, environment=environment)
+        finally:
+            os.close(its_input)
+            os.close(its_output)
         self.pid = self._process.pid
 
-    def line(self) -> str:
-        """Its next line of output; fails if it ended instead."""
-        assert self._process.stdout is not None
-        text = self._process.stdout.readline()
-        assert text, f"the script ended:\n{self._process.communicate()[1]}"
+    def line(self, timeout: float = LINE_SECONDS) -> str:
+        """Its next line of output; fails if it ended instead, or is silent for so long."""
+        deadline = time.monotonic() + timeout
+        while "\n" not in self._said and self._hears(deadline):
+            pass
+        text, newline, self._said = self._said.partition("\n")
+        assert text or newline, f"the script ended:\n{self._complaints()}"
         return text.strip()
 
     def say(self, text: str) -> None:
         """A line of input for it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{text}\n")
-        self._process.stdin.flush()
+        assert self._input is not None
+        os.write(self._input, f"{text}\n".encode())
 
     def end(self, timeout: float = DEADLINE_SECONDS) -> tuple[int, str]:
         """Wait for its end: (exit code, what it wrote to stderr)."""
-        _, errors = self._process.communicate(timeout=timeout)
-        return self._process.returncode, errors
+        deadline = time.monotonic() + timeout
+        self._close_input()
+        while self._hears(deadline):
+            pass
+        return self._process.wait(max(0.0, deadline - time.monotonic())), self._complaints()
+
+    def printed(self) -> str:
+        """What it has printed beyond the lines that were asked for, once it has ended."""
+        return self._said
+
+    def _hears(self, deadline: float) -> bool:
+        """Wait for more of its output; False at the end of that."""
+        seconds = max(0.0, deadline - time.monotonic())
+        assert select.select([self._output], [], [], seconds)[0], (
+            f"the script neither ends nor says more than {self._said!r}:\n{self._complaints()}"
+        )
+        part = os.read(self._output, 1 << 16)
+        self._said += self._decoder.decode(part, final=not part)
+        return bool(part)
+
+    def _complaints(self) -> str:
+        """What it has written to stderr so far."""
+        self._errors.seek(0)
+        return self._errors.read()
 
     def end_awake(self, seconds: float) -> tuple[int, str]:
         """As `end`; fails if none of its session has anything to do for so long, all together.
@@ -248,9 +303,69 @@ class Script:
         except ProcessLookupError:
             pass
         self._process.wait(DEADLINE_SECONDS)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        self._close_input()
+        os.close(self._output)
+        self._errors.close()
+
+    def _close_input(self) -> None:
+        if self._input is not None:
+            os.close(self._input)
+            self._input = None
+
+
+class _Forked:
+    """A process of the server of scripts, with what `Script` asks of a `subprocess.Popen`."""
+
+    def __init__(self, streams: Sequence[int], code: str, **request: object) -> None:
+        self._told, its_end = os.pipe()
+        sent = json.dumps({**request, "code": code, "folder": os.getcwd()}).encode()
+        assert len(sent) < MOST_BYTES, "more than the server takes"
+        server = _script_server("torch" in code)
+        socket.send_fds(server, [sent], [*streams, its_end])
+        os.close(its_end)
+        self._file = os.fdopen(self._told)
+        self.pid = int(self._file.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("script", timeout)
+            self.returncode = int(self._file.readline())
+            self._file.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+_AT_IMPORT = {
+    **os.environ,
+    **SINGLE_THREADED,
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+}
+
+
+@functools.cache
+def _script_server(has_torch: bool) -> socket.socket:
+    """To which requests are sent; started with the first one."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        more = ["arrowcache.torch"] if has_torch else []
+        code = f"from script_server import serve; serve({its.fileno()}, *{more})"
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            start_new_session=True, pass_fds=[its.fileno()], env=_AT_IMPORT,
+        )  # fmt: skip
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # before that
+    return ours
 
 
 def session_processes(session: int) -> list[str]:

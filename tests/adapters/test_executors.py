@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -139,9 +140,10 @@ def test_a_full_cache_makes_the_workers_of_others_wait_and_stop_ends_that(cache,
 
 @pytest.mark.slow
 def test_a_pool_that_is_stopped_has_the_samplers_of_others_end_well(cache, executor, tmp_path):
-    begun, closed = tmp_path / "begun", tmp_path / "closed"
-    begun.mkdir()
-    closed.mkdir()
+    begun, closing, closed = (tmp_path / name for name in ("begun", "closing", "closed"))
+    for folder in (begun, closing, closed):
+        folder.mkdir()
+    may_close = tmp_path / "may close"
 
     def sampler(rng):
         first = str(rng.integers(1 << 20))
@@ -152,13 +154,22 @@ def test_a_pool_that_is_stopped_has_the_samplers_of_others_end_well(cache, execu
                 time.sleep(0.3)
                 yield row(1)
         finally:
-            time.sleep(0.5)
+            (closing / first).touch()
+            while not may_close.exists():
+                time.sleep(0.01)
             (closed / first).touch()
+
+    def let_close():
+        wait_until(lambda: {*os.listdir(closing)} >= {*os.listdir(begun)}, "all to be at their end")
+        may_close.touch()
 
     large = make_cache(tmp_path / "large", segment_rows=1000, segment_bytes="2MiB", capacity="32MiB")
     with SamplerPool(large, full(sampler), executor=executor, **QUICK):
         wait_until(lambda: os.listdir(begun), "a sampler at work")
-    assert sorted(os.listdir(closed)) >= sorted(os.listdir(begun))
+        thread = threading.Thread(target=let_close)
+        thread.start()
+    thread.join()
+    assert {*os.listdir(closed)} >= {*os.listdir(begun)}
     assert segment_files(large) == []
 
 

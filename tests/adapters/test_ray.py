@@ -11,6 +11,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_each_item_of_a_dataset_is_drawn_once_a_pass_and_published_on_one_node(c
 def test_items_of_tasks_that_a_pool_had_begun_are_drawn_by_the_next_one_on_any_node(
     cluster, caches, tmp_path
 ):
-    script = Script(DRAWS_ITEMS, tmp_path, cluster.address, " ".join(caches.node_ids()))
+    script = Script(DRAWS_ITEMS, tmp_path, cluster.address, " ".join(caches.node_ids()), new_interpreter=True)
     with script:
         assert script.line() == "ready"
         script.kill()
@@ -234,9 +235,10 @@ def test_every_node_that_is_alive_has_a_cache_if_none_is_named(caches, cluster, 
 
 
 def test_stop_closes_the_generators_of_samplers_anywhere(caches, tmp_path):
-    begun, closed = tmp_path / "begun", tmp_path / "closed"
-    for folder in (begun, closed):
+    begun, closing, closed = (tmp_path / name for name in ("begun", "closing", "closed"))
+    for folder in (begun, closing, closed):
         folder.mkdir()
+    may_close = tmp_path / "may close"
 
     def slow(rng):
         first = int(rng.integers(1 << 20))
@@ -247,12 +249,21 @@ def test_stop_closes_the_generators_of_samplers_anywhere(caches, tmp_path):
                 time.sleep(0.3)
                 yield row(1)
         finally:
-            time.sleep(0.5)
+            Path(closing, str(first)).touch()
+            while not may_close.exists():
+                time.sleep(0.01)
             Path(closed, str(first)).touch()
+
+    def let_close():
+        wait_until(lambda: {*os.listdir(closing)} >= {*os.listdir(begun)}, "all to be at their end")
+        may_close.touch()
 
     pool = SamplerPool(caches, full(slow), **OPTIONS)
     wait_until(lambda: len(os.listdir(begun)) >= 2, "two samplers at work")
+    thread = threading.Thread(target=let_close)
+    thread.start()
     pool.stop()
+    thread.join()
     assert os.listdir(begun)
     assert sorted(os.listdir(closed)) == sorted(os.listdir(begun))
     assert pool.stats().segments == 0
@@ -365,7 +376,14 @@ SCRIPT = """
         if sys.argv[4] == "die":
             while True:
                 time.sleep(0.1)
-        input()
+        if input() == "stopped":  # it publishes until it asks a node that does not answer
+            published, looks = 0, 0
+            while looks < 100:
+                time.sleep(0.01)
+                now = pool.stats().segments
+                published, looks = now, looks + 1 if now == published else 0
+            print("waits", flush=True)
+            input()
         ray.shutdown()
         try:
             pool.wait(segments=1 << 20, timeout=20)
@@ -406,7 +424,7 @@ def ready(mode: str, cluster: Cluster, caches: NodeCaches, folder: Path) -> Scri
     """A driver whose pool is at work."""
     for name in ("pids", "actors"):
         (folder / name).mkdir()
-    script = Script(SCRIPT, folder, cluster.address, " ".join(caches.node_ids()), mode)
+    script = Script(SCRIPT, folder, cluster.address, " ".join(caches.node_ids()), mode, new_interpreter=True)
     assert script.line() == "ready"
     return script
 
@@ -442,7 +460,8 @@ def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, cach
             assert len(actors) == 2
             for pid in actors:
                 os.kill(pid, signal.SIGSTOP)
-            time.sleep(2)  # for all that was drawn to be handed over, and the next number to be asked for
+            script.say("stopped")
+            assert script.line() == "waits"
         script.say("")
         assert "Ray was shut down: stop the pool before" in script.line()
         assert script.line() == "False"

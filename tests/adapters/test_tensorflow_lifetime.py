@@ -87,7 +87,7 @@ while not apart["asked"].wait(0.5):  # by then TensorFlow has two batches ready
     next(iterator)
 print("asked", flush=True)
 """
-    with Script(BEGIN + code, cache.path, backend) as script:
+    with Script(BEGIN + code, cache.path, backend, new_interpreter=True) as script:
         assert script.line() == "asked"
         code, errors = script.end(EXIT_SECONDS)
     assert (code, own(errors)) == (0, [])
@@ -153,7 +153,7 @@ class Tell(tf.keras.callbacks.Callback):
 batches = dataset(cache, 16, backend=backend).map(lambda b: (b["x"], b["x"][:, :1])).repeat()
 model.fit(batches, steps_per_epoch=10**9, callbacks=[Tell()], shuffle=False, verbose=0)
 """
-    with Script(BEGIN + code, cache.path, backend) as script:
+    with Script(BEGIN + code, cache.path, backend, new_interpreter=True) as script:
         assert script.line() == "trains"
         assert cache.stats().leased_bytes > 0
         code, errors = interrupted(script)
@@ -208,7 +208,7 @@ for _ in range(1000):
 print("read on", flush=True)
 sys.stdin.readline()
 """
-    with Script(BEGIN + code, cache.path, backend) as script:
+    with Script(BEGIN + code, cache.path, backend, new_interpreter=True) as script:
         assert script.line() == "read"
         wait_until(lambda: observe(cache).loaders, "the loader to be seen")
         (first,) = observe(cache).loaders

@@ -227,7 +227,7 @@ pairs = batches().map(lambda batch: (batch["x"], batch["x"][:, :1])).repeat()
 history = model.fit(pairs, epochs=2, steps_per_epoch=12, shuffle=False, verbose=0)
 print(len(history.history["loss"]), flush=True)
 """
-    with Script(code, cache.path, backend) as script:
+    with Script(code, cache.path, backend, new_interpreter=True) as script:
         assert script.line() == "{(4, 4)} True"
         assert script.line() == "{(8, 8)} True"
         assert script.line() == "2"

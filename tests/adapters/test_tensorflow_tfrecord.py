@@ -570,7 +570,7 @@ from_tfrecords(json.loads(sys.argv[2]), cache.schema, cache, progress=False)
 
 def test_a_killed_worker_is_an_error_that_says_where_it_was(cache, no_room, tmp_path):
     first, files = cache.stats().next_seq, [str(long_file(tmp_path / name)) for name in "ab"]
-    with Script(IMPORT, cache.path, json.dumps(files)) as script:
+    with Script(IMPORT, cache.path, json.dumps(files), new_interpreter=True) as script:
         assert script.line() == "begun"
         wait_until(lambda: cache.stats().waiting_writers == 2, "both workers wait for room")
         (pid, *_) = (line.split()[0] for line in script.processes() if "tensorflow.intake" in line)
@@ -598,7 +598,7 @@ def test_waiting_for_the_room_that_this_very_process_holds_is_an_error(cache, no
 @pytest.mark.parametrize("end", ["ctrl-c", "kill"])
 def test_no_process_outlives_the_main_one(cache, no_room, tmp_path, end):
     files = [str(long_file(tmp_path / "a")), str(long_file(tmp_path / "b"))]
-    with Script(IMPORT, cache.path, json.dumps(files)) as script:
+    with Script(IMPORT, cache.path, json.dumps(files), new_interpreter=True) as script:
         assert script.line() == "begun"
         wait_until(lambda: cache.stats().waiting_writers == 2, "both workers wait for room")
         if end == "kill":

@@ -632,7 +632,7 @@ ENDED = """
 @pytest.mark.parametrize("end", one_in(2, [pytest.param(code, id=name) for name, code in ENDS.items()]))
 def test_workers_publish_what_they_made_as_their_script_ends(path, end):
     """multiprocessing ends them by SIGTERM."""
-    with Script(textwrap.dedent(ENDED) + textwrap.dedent(end), path) as script:
+    with Script(textwrap.dedent(ENDED) + textwrap.dedent(end), path, new_interpreter=True) as script:
         assert script.end() == (0, "")
     with cached(Numbers(208), path, capacity="16MiB") as train:
         assert train.cached >= 150
@@ -922,7 +922,8 @@ NO_GUARD = """
 def test_fill_needs_no_main_guard(path):
     script = path.with_name("script.py")
     script.write_text(textwrap.dedent(NO_GUARD))
-    with Script("import runpy, sys; runpy.run_path(sys.argv[2], run_name='__main__')", path, script) as ended:
+    code = "import runpy, sys; runpy.run_path(sys.argv[2], run_name='__main__')"
+    with Script(code, path, script, new_interpreter=True) as ended:
         assert ended.line() == "10"
         assert ended.end() == (0, "")
 

@@ -532,7 +532,7 @@ STARTED = """
 @pytest.mark.slow
 @pytest.mark.parametrize("method", one_in(3, METHODS, seed=SEED + 1))
 def test_workers_may_be_started_in_any_way(path, method):
-    with Script(STARTED, path, method) as script:
+    with Script(STARTED, path, method, new_interpreter=True) as script:
         assert script.line() == "done"
         assert script.end() == (0, "")
 
@@ -558,7 +558,7 @@ AS_PYTHON_3_14_DOES = """
 
 @pytest.mark.slow
 def test_a_script_without_a_main_guard_has_workers_where_python_forks_no_more_by_itself(path):
-    with Script(AS_PYTHON_3_14_DOES, path) as script:
+    with Script(AS_PYTHON_3_14_DOES, path, new_interpreter=True) as script:
         assert script.line() == "done"
         assert script.end() == (0, "")
 

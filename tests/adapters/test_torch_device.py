@@ -611,7 +611,7 @@ def test_the_interpreter_ends(how):
         prefetcher = DevicePrefetcher([{{'x': torch.zeros(1000)}}] * 100, "cpu")
         {how}
     """
-    with Script(code) as script:
+    with Script(code, new_interpreter=True) as script:
         assert script.end() == (7, "")
 
 

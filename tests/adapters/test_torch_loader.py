@@ -238,7 +238,7 @@ def test_the_first_batch_imports_no_module(cache):
             next(iter(loader))
             print(sorted(set(sys.modules) - before))
     """
-    with Script(code, cache.path) as script:
+    with Script(code, cache.path, new_interpreter=True) as script:
         assert script.line() == "[]"
         assert script.end() == (0, "")
 
@@ -295,6 +295,6 @@ def test_torch_imports_its_nested_tensors_as_a_loader_of_them_is_made(tmp_path):
                 torch.nested.nested_tensor_from_jagged(torch.zeros(3), torch.tensor([0, 3]))
             print(len(sys.modules) - before, "torch.nested._internal.ops" in sys.modules)
     """
-    with Script(code, cache.path) as script:
+    with Script(code, cache.path, new_interpreter=True) as script:
         assert [script.line(), script.line()] == ["0 False", "0 True"]
         assert script.end()[0] == 0

@@ -228,7 +228,7 @@ def test_complaint_also_no_pickle_on_the_data_path(tmp_path, monkeypatch):
         (cache.path / "segments" / name).write_bytes(bomb)
     for name in ("pools/default.0", "ranks/job-0-0", "incoming/x.part", "lease.lock"):
         (cache.path / name).write_bytes(bomb)
-    with Script(NO_PICKLE, cache.path) as script:
+    with Script(NO_PICKLE, cache.path, new_interpreter=True) as script:
         assert script.line() == "well"
         assert script.end() == (0, "")
     assert not sign.exists()

@@ -198,7 +198,7 @@ IDLE = """
 def test_complaint_11_importing_opening_and_pickling_start_no_thread_and_hold_no_lock(tmp_path):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 20)
-    with Script(IDLE, cache.path) as script:
+    with Script(IDLE, cache.path, new_interpreter=True) as script:
         assert script.line() == "well"
         assert script.end() == (0, "")
 
@@ -295,7 +295,7 @@ def test_complaint_12_a_process_ends_within_5_s_however_it_ends(tmp_path, kind, 
         pytest.importorskip("torch", reason="PyTorch is not installed")
     cache = make_cache(tmp_path / "cache", capacity="64MiB")
     publish(cache, 20)
-    with Script(EXIT, cache.path, kind, how) as script:
+    with Script(EXIT, cache.path, kind, how, new_interpreter=True) as script:
         assert script.line() == "ready"
         if how == "interrupt":
             script.signal_group(signal.SIGINT)

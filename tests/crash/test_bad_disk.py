@@ -35,7 +35,7 @@ BEGINNING = """
     import arrowcache as ac
     from arrowcache.limits import Limits
     from faulty_disk import Disk
-    from helpers import ids_of, mapped_seqs, segment_files, wait_until
+    from helpers import ids_of, mapped_seqs, segment_files, wait_for_sleep, wait_until
     from mixed_rows import BAD, DAMAGED, FIXED, OTHERS, VARIABLE, WHOLE, checked, rows_of
 
     disk, cache = Disk(), ac.Cache.open(sys.argv[1])
@@ -187,6 +187,12 @@ ENDS = """
 
     Limits.current = Limits(stuck_seconds=0.05)
 
+    def consume(epoch):
+        try:
+            list(epoch)
+        except RuntimeError as error:
+            assert "closed" in str(error), error
+
     def left_behind(end, *begun):
         "How many jobs were, as two threads were held."
         while disk.calls("read") < 2:
@@ -204,7 +210,7 @@ ENDS = """
             epoch = iter(loader)
             checked(next(epoch))
             with disk.is_held("/segments/", "read"):
-                on_its_way = threading.Thread(target=list, args=(epoch,), daemon=True)
+                on_its_way = threading.Thread(target=consume, args=(epoch,), daemon=True)
                 on_its_way.start()
                 assert left_behind(lambda: [loader.close(), on_its_way.join()]) <= 2, shuffle
     drop()
@@ -244,7 +250,7 @@ INTERRUPTED = """
 
         def press():
             cancels.wait()
-            time.sleep(0.1)  # else it comes before it waits, which is as good
+            wait_for_sleep()
             os.kill(os.getpid(), signal.SIGINT)
             held.__exit__(None, None, None)
 

@@ -40,7 +40,7 @@ def cache(tmp_path):
 
 def runs_well(code: str, *arguments: object, **options: Any) -> None:
     """A script gets to its end, and nothing is told of."""
-    with Script(code, *arguments, **options) as script:
+    with Script(code, *arguments, new_interpreter=True, **options) as script:  # an import takes a descriptor
         assert script.line() == "well"
         assert script.end() == (0, "")
 
@@ -138,7 +138,8 @@ EXHAUSTED = """
             "processes": ac.Loader(cache, 16, workers=2, transform=same),
         }
         fresh = [ac.Loader(cache, 16), ac.Loader(cache, 16, workers=2, transform=same)]
-        pool_of = ac.SamplerPool  # its module is imported with its first use, which takes a descriptor
+        pool_of = ac.SamplerPool  # modules are imported with its first use, which takes descriptors
+        import arrowcache.sampling.workers
         for _ in range(3):
             for loader in loaders.values():
                 assert len(ids_of(loader)) == 320

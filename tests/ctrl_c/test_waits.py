@@ -20,7 +20,7 @@ WAITS = """
     import fcntl, os, signal, sys, threading, time
     from pathlib import Path
     import arrowcache as ac
-    from helpers import mapped_seqs, segment_files, wait_until
+    from helpers import mapped_seqs, segment_files, wait_for_sleep, wait_until
 
     path, what = sys.argv[1:]
     cache, of_loader = ac.Cache.open(path), ac.Loader
@@ -112,10 +112,7 @@ WAITS = """
     }
 
     def press():
-        task, asleep = Path(f"/proc/self/task/{os.getpid()}/stat"), 0
-        while asleep < 20:
-            asleep = asleep + 1 if task.read_text().rpartition(")")[2].split()[0] == "S" else 0
-            time.sleep(0.002)
+        wait_for_sleep()
         ends.insert(0, time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -125,7 +125,7 @@ def test_a_process_may_die_in_any_way_while_rows_are_on_their_way(tmp_path, rows
             writer.append(id=number, image=np.full(65536, number, np.uint8), text=str(number) * 1000)
     if rows == "cold":
         drop_from_memory(*segment_files(cache))
-    with Script(DEATH, cache.path, ",".join(WAYS), DEATHS, rows) as script:
+    with Script(DEATH, cache.path, ",".join(WAYS), DEATHS, rows, new_interpreter=True) as script:
         assert script.line() == "all are dead"
         assert script.end()[0] == 0
     assert cache.stats().leased_bytes == 0

@@ -165,7 +165,7 @@ def test_an_exit_within_an_epoch_or_with_a_tensor_over_a_file_says_nothing(tmp_p
     with cache.writer() as writer:
         writer.extend(id=np.arange(200_000))
     faces = ["numpy", "repeat", "device", "items", "items on a device", "a tensor"]
-    with Script(OF_TORCH, cache.path, ",".join(faces)) as script:
+    with Script(OF_TORCH, cache.path, ",".join(faces), new_interpreter=True) as script:
         assert [script.line() for _ in faces] == faces
         assert script.end() == (0, "")
 
@@ -179,7 +179,7 @@ def test_interpreters_that_end_with_jobs_on_their_way_neither_crash_nor_hang(tmp
     with cache.writer() as writer:
         for number in range(512):
             writer.append(id=number, image=np.full((128, 128), number, np.float32), name=str(number))
-    with Script(SCRIPT, cache.path, EXITS) as script:
+    with Script(SCRIPT, cache.path, EXITS, new_interpreter=True) as script:
         for number in range(EXITS):
             assert script.line() == str(number)
         assert script.end() == (0, "")

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from every_type import ROWS, every_type
-from helpers import EVERY_TYPE, make_cache, publish, seqs
+from helpers import DEADLINE_SECONDS, EVERY_TYPE, make_cache, publish, seqs, wait_for_sleep
 from helpers import sample as row_of
 
 import arrowcache as ac
@@ -53,6 +56,26 @@ def test_a_frame_of_halves_is_printed_without_a_warning(tmp_path):
         frame = head(cache)
     assert repr(frame)  # warnings are errors here
     assert frame["half"].tolist() == [np.float16(0.1)]
+
+
+def test_ctrl_c_ends_a_wait_of_a_test_though_polars_is_imported():
+    """What its handler keeps from waits: see tests/conftest.py."""
+    held, ended, main = threading.Lock(), threading.Event(), threading.get_ident()
+
+    def press() -> bool:
+        wait_for_sleep()
+        signal.pthread_kill(main, signal.SIGINT)
+        is_ended = ended.wait(DEADLINE_SECONDS)
+        held.release()
+        return is_ended
+
+    held.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        pressed = pool.submit(press)
+        with pytest.raises(KeyboardInterrupt):
+            held.acquire()
+        ended.set()
+        assert pressed.result()
 
 
 def test_a_path_will_do(cache):

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 from every_type import every_type
-from helpers import EVERY_TYPE, make_cache, publish, segment_files, seqs, wait_until
+from helpers import EVERY_TYPE, make_cache, processor_seconds, publish, segment_files, seqs, wait_until
 from helpers import sample as row_of
 from page_cache import drop_from_memory, resident_bytes
 
@@ -191,7 +190,8 @@ def test_ctrl_c_ends_a_query_of_the_command(tmp_path):
         command = [sys.executable, "-m", "arrowcache", "sql", str(cache.path), query]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             wait_until(lambda: cache.stats().leased_bytes, "the query to have its rows")
-            time.sleep(1)  # for it to be at work on them
+            used = processor_seconds(process.pid)
+            wait_until(lambda: processor_seconds(process.pid) > used + 1, "it to be at work on them")
             process.send_signal(signal.SIGINT)
             try:
                 assert process.communicate(timeout=60) == (None, "")

@@ -86,7 +86,7 @@ def test_a_notebook_shows_a_bar_and_not_as_an_error(tmp_path):
         from arrowcache import explore
         explore.describe(sys.argv[1])
     """
-    with Script(code, tmp_path / "cache") as script:
+    with Script(code, tmp_path / "cache", new_interpreter=True) as script:
         assert "describing" in script.line()
         assert script.end() == (0, "")  # stderr is what a notebook shows on red
 

@@ -137,7 +137,7 @@ def test_an_interpreter_ends_at_once_with_a_monitor_open(cache, how):
         if sys.argv[2] == "ctrl-c":
             threading.Event().wait()
     """
-    with Script(code, cache.path, how) as script:
+    with Script(code, cache.path, how, new_interpreter=True) as script:
         assert script.line() == "ready"
         if how == "ctrl-c":
             script.signal_group(signal.SIGINT)

@@ -52,7 +52,7 @@ FORK = """
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_a_fork_leaves_the_parent_its_lease_and_lets_the_child_read_anew(cache):
-    with Script(FORK, cache.path) as script:
+    with Script(FORK, cache.path, new_interpreter=True) as script:
         assert script.line() == "well"
         assert script.end() == (0, "")
 
@@ -138,6 +138,6 @@ FORK_OF_A_POOL = """
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["multiprocessing", "os.fork"])
 def test_a_forked_child_ends_though_its_parent_had_the_pools_lock(cache, how):
-    with Script(FORK_OF_A_POOL, cache.path, how) as script:
+    with Script(FORK_OF_A_POOL, cache.path, how, new_interpreter=True) as script:
         assert script.line() == "0"
         assert script.end() == (0, "")

@@ -129,7 +129,7 @@ def path(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [NUMPY, POOL], ids=["numpy", "pool"])
 def test_loaders_and_samplers_work_without_names_that_old_c_libraries_lack(cut, path, way):
-    with Script(USE + way, path) as script:
+    with Script(USE + way, path, new_interpreter=True) as script:
         assert script.end(120) == (0, "")
         wait_until(lambda: script.processes() == [], "no process of it is left")
 
@@ -137,7 +137,7 @@ def test_loaders_and_samplers_work_without_names_that_old_c_libraries_lack(cut, 
 @pytest.mark.slow
 def test_loaders_of_torch_work_without_names_that_old_c_libraries_lack(cut, path):
     pytest.importorskip("torch", reason="torch is not installed")
-    with Script(USE + TORCH, path) as script:
+    with Script(USE + TORCH, path, new_interpreter=True) as script:
         assert script.end(240) == (0, "")
         wait_until(lambda: script.processes() == [], "no process of it is left")
 

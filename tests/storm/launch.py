@@ -33,7 +33,9 @@ def run(disk: Path, seconds: float, seed: int, *, on_tmpfs: bool) -> Report:
             "most_seconds": seconds + ENDING_SECONDS - 30,
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
-        with Script(_COURSE, folder / "job.json", within=[*within, *shared_memory]) as script:
+        with Script(
+            _COURSE, folder / "job.json", within=[*within, *shared_memory], new_interpreter=True
+        ) as script:
             code, errors = script.end(seconds + ENDING_SECONDS)
             wait_until(lambda: not script.processes(), "every process of the storm to end")
         if code:

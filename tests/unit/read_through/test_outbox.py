@@ -10,7 +10,7 @@ from signal import SIGINT, pthread_kill
 
 import numpy as np
 import pytest
-from helpers import KIB, wait_until
+from helpers import KIB, wait_for_sleep, wait_until
 
 import arrowcache as ac
 from arrowcache.read_through import outbox
@@ -376,9 +376,16 @@ def test_after_ctrl_c_in_close_the_thread_publishes_what_is_left(store, slow, be
     after = fill(beside, store)
     slow.asked.acquire(timeout=10)
     assert put(beside, after)
-    threading.Timer(0.3, pthread_kill, (threading.get_ident(), SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def press() -> None:
+        wait_for_sleep()
+        pthread_kill(threading.main_thread().ident, SIGINT)
+
+    pressing = threading.Thread(target=press)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        pressing.start()
         beside.close()
+    pressing.join()
     slow.writes.set()
     wait_until(lambda: sum(segment.rows for segment in store.segments()) == after + 1, "the last item")
 

@@ -415,6 +415,6 @@ def test_no_first_batch_and_no_first_gather_imports_a_module(cache):
             next(iter(loader))
             print(sorted(set(sys.modules) - before))
     """
-    with Script(code, cache.path) as script:
+    with Script(code, cache.path, new_interpreter=True) as script:
         assert script.line() == "[]"
         assert script.end() == (0, "")

@@ -279,8 +279,8 @@ def test_a_thread_that_begins_late_after_ctrl_c_is_not_started_twice(of, monkeyp
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(2):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
                 call()
     finally:
         signal.signal(signal.SIGALRM, handler)

@@ -235,8 +235,15 @@ def test_close_cancels_the_functions_that_no_thread_has_begun(alone):
     """It does not wait for them, also where a handler closes what would cancel them otherwise."""
     go_on, (busy,) = blocked(alone)
     waiting = [alone.submit(lambda: None) for _ in range(3)]
-    threading.Timer(0.05, go_on.set).start()
+
+    def let_end():
+        wait_until(waiting[-1].done, "it to be cancelled")
+        go_on.set()
+
+    letting = threading.Thread(target=let_end)
+    letting.start()
     alone.close()
+    letting.join()
     assert busy.result(DEADLINE_SECONDS) is None
     for future in waiting:
         with pytest.raises(CancelledError):

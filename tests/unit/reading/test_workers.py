@@ -110,7 +110,7 @@ def test_a_process_ends_although_a_transform_never_does(cache, workers):
         assert inside.wait(20)
         print("inside", flush=True)
     """
-    with Script(code, cache.path, workers) as script:
+    with Script(code, cache.path, workers, new_interpreter=True) as script:
         assert script.line() == "inside"
         assert script.end() == (0, "")
     assert cache.stats().leased_bytes == 0

@@ -1106,7 +1106,7 @@ SCRIPT = """
 def test_an_interpreter_that_exits_without_stop_leaves_no_process(cache, how):
     if how == "full":
         publish(cache, 30)
-    with Script(SCRIPT, cache.path, how) as script:
+    with Script(SCRIPT, cache.path, how, new_interpreter=True) as script:
         assert script.line() == "ready"
         code, errors = script.end()
         wait_until(lambda: not script.processes(), "the processes to end")
@@ -1168,7 +1168,8 @@ DEATHS = ["SIGKILL", "SIGTERM", "SIGHUP to all", "SIGTERM to all", "Ctrl-C", "os
 @pytest.mark.parametrize("seconds", [0.05, 3600.0])
 @pytest.mark.parametrize("how", DEATHS)
 def test_samplers_end_well_however_the_pools_process_ends(large, tmp_path, how, seconds):
-    with Script(ENDINGS, large.path, tmp_path, seconds, how) as script:
+    is_end = how in ("Ctrl-C", "exit")  # of the interpreter itself
+    with Script(ENDINGS, large.path, tmp_path, seconds, how, new_interpreter=is_end) as script:
         assert script.line() == "ready"
         if how == "Ctrl-C":
             script.signal_group(signal.SIGINT)
@@ -1219,7 +1220,7 @@ def is_deaf(pid: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["starting", "train"])  # an idle one: complaint 12
 def test_ctrl_c_ends_all_processes_of_a_training_script_within_5_s(cache, how):
-    with Script(SCRIPT, cache.path, how) as script:
+    with Script(SCRIPT, cache.path, how, new_interpreter=True) as script:
         assert script.line() == "ready"
         wait_until(lambda: len(workers_of(script)) == 2, "the workers")
         assert all(map(is_deaf, workers_of(script))), "Ctrl-C would end them, with a traceback"

@@ -58,7 +58,7 @@ def same(one: Any, other: Any) -> bool:
         alike = (one.dtype, one.shape, laid(one.strides, one.shape)) == (
             other.dtype, other.shape, laid(other.strides, other.shape)
         )  # fmt: skip
-        return alike and one.tobytes() == other.tobytes()
+        return alike and one.dtype.type is other.dtype.type and one.tobytes() == other.tobytes()
     if hasattr(one, "getbands"):
         return same_image(one, other)
     mine, its = state(one), state(other)
@@ -290,6 +290,10 @@ AS_MADE = {
     "a text of NumPy that ends in nothing": lambda n: np.str_(f"{n}\0"),
     "bytes of NumPy that end in nothing": lambda n: np.bytes_(b"%d\0" % n),
     "a negative view": lambda n: torch.full((2,), complex(n, 1)).conj().imag,
+    "a large int": lambda n: {"hash": 2**63 + n, "few": [2**64 - 1, 2**63 + n]},
+    "long longs": lambda n: (np.arange(3, dtype="q") + n, np.full((2, 3), 2**63 + n, "Q", order="F")),
+    "long longs of the other byte order": lambda n: np.full(2, n).astype(np.dtype("q").newbyteorder()),
+    "a long long": lambda n: [np.longlong(n), np.ulonglong(2**63 + n)],
 }
 
 
@@ -892,6 +896,51 @@ def test_a_batch_is_that_of_a_dataloader_whether_its_items_are_made_or_read(tmp_
         else:
             stock = next(iter(DataLoader(train, 3)))
         assert seen(made) == seen(read) == seen(stock)
+
+
+LARGE = 2**63
+
+
+@pytest.mark.parametrize(
+    ("numbers", "options"),
+    [
+        ([LARGE, LARGE + 1, 2 * LARGE - 1], {}),
+        ([LARGE, 5, 0], {}),
+        ([5, LARGE, 7], {"schema": {"hash": ac.Tensor("uint64")}}),
+        ([np.uint64(LARGE), np.uint64(1), np.uint64(2)], {}),
+        ([np.ulonglong(LARGE), np.ulonglong(1), np.ulonglong(2)], {}),
+    ],
+)
+@pytest.mark.parametrize("loading", [{}, {"device": "cpu"}, {"workers": 1}])
+def test_ints_that_int64_does_not_hold_are_a_batch_of_uint64(tmp_path, numbers, options, loading):
+    items = Items(*({"hash": number} for number in numbers))
+    with (
+        cached(items, tmp_path / "cache", capacity="16MiB", **options) as train,
+        Loader(train, 3, shuffle=False, **{"workers": 0} | loading) as loader,
+    ):
+        for batch in itertools.chain(loader, loader):  # of items that are made, and read
+            assert batch["hash"].dtype == torch.uint64
+            assert batch["hash"].tolist() == numbers
+        assert train.cached == 3
+
+
+def test_positions_of_large_ints_are_batches_of_uint64(tmp_path):
+    with (
+        cached(Items([LARGE, LARGE + 1], [LARGE + 2, LARGE + 3]), tmp_path / "cache", capacity="16MiB") as train,
+        Loader(train, 2, shuffle=False, workers=0) as loader,
+    ):
+        for one, other in itertools.chain(loader, loader):
+            assert one.tolist() == [LARGE, LARGE + 2]
+            assert other.tolist() == [LARGE + 1, LARGE + 3]
+
+
+def test_the_classes_of_long_longs_are_told_apart(tmp_path):
+    items = Items(np.ones(2, "l"), np.ones(2, "q"))
+    with (
+        cached(items, tmp_path / "cache", capacity="16MiB") as train,
+        pytest.raises(ac.SchemaError, match="a ndarray of int64 as longlong, and in the first item a nd"),
+    ):
+        train[1]
 
 
 def test_what_a_dataloader_refuses_is_a_batch_of_its_class(tmp_path):

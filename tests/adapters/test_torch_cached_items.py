@@ -1180,27 +1180,6 @@ def test_a_mapping_that_shows_other_values_needs_a_collate_function(tmp_path):
                 assert dict(batch.items())["a"].tolist() == [0, 2]
 
 
-def test_transformers_own_come_back(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    tokenizers = pytest.importorskip("tokenizers")
-
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-    texts = [fast(text, return_tensors="pt") for text in ("a b", "b b", "b a")]
-    for item, again in zip(texts, returned(texts, tmp_path / "texts"), strict=True):
-        assert type(again) is transformers.BatchEncoding
-        assert torch.equal(again["input_ids"], item["input_ids"])
-        assert (again.tokens(), again.word_ids(), again.n_sequences) == (
-            item.tokens(), item.word_ids(), item.n_sequences
-        )  # fmt: skip
-    made = [outputs.BaseModelOutput(torch.ones(2) * n, (torch.ones(1) * n,)) for n in range(2)]
-    for item, again in zip(made, returned(made, tmp_path / "made"), strict=True):
-        assert same(item, again)
-
-
 # datasets that give many items at once
 
 

@@ -346,13 +346,18 @@ def item_of(dataset: Any, index: int) -> Any:
 def getter_of_items(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
     """Return the `__getitems__` of a dataset, which gives many items at once, where it gives dataset[index].
 
-    Returns: None: it has none; its class, or that of a dataset inside, overrides `__getitem__` alone, or
-        passes on that of another object.
+    Returns: None: it has none; its class, or that of a dataset that it holds, overrides `__getitem__` alone,
+        or passes on that of another object.
     """
+    return _getter_of_items(dataset, ())
+
+
+def _getter_of_items(dataset: Any, within: tuple[object, ...]) -> Callable[[list[int]], list[Any]] | None:
     many = getattr(dataset, "__getitems__", None)
-    if not callable(many):
+    if not callable(many) or getattr(many, "__self__", dataset) is not dataset:
         return None
-    if "__getitems__" not in getattr(dataset, "__dict__", {}):
+    own = getattr(dataset, "__dict__", {})
+    if "__getitems__" not in own:
         for each in type(dataset).__mro__:
             if "__getitems__" in vars(each):
                 break
@@ -360,10 +365,19 @@ def getter_of_items(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
                 return None
     held = getattr(dataset, "datasets", None)
     inside = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else []
-    for inner in [getattr(dataset, "dataset", None), *inside]:
-        if callable(getattr(inner, "__getitems__", None)) and getter_of_items(inner) is None:
+    within = (*within, dataset)
+    for inner in [getattr(dataset, "dataset", None), *own.values(), *inside]:
+        is_known = any(inner is outer for outer in within)
+        if not is_known and _has_getitems(inner) and _getter_of_items(inner, within) is None:
             return None
     return many  # type: ignore[no-any-return]
+
+
+def _has_getitems(value: Any) -> bool:
+    try:
+        return callable(getattr(value, "__getitems__", None))
+    except Exception:  # noqa: BLE001  # an attribute's own __getattr__ may raise anything
+        return False
 
 
 def _chosen_keys(item: object, columns: Sequence[str | int]) -> tuple[Any, ...]:

@@ -12,8 +12,10 @@ each epoch then makes the same share anew, and no more.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable, progress_bar
-from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError
+from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
 from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.read_through.outbox import IDLE_SECONDS
@@ -136,6 +138,11 @@ class _Spec:
     transform: Callable[[Any], Any] | None
     replace: float
     skips: bool = False  # items that cannot be made
+    asks_for_many: bool = True  # by `__getitems__`, if the dataset has it
+
+    @property
+    def many(self) -> Callable[[list[int]], list[Any]] | None:
+        return getter_of_items(self.dataset) if self.asks_for_many else None
 
     @property
     def length(self) -> int:
@@ -290,7 +297,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         if not len(missing):
             return items
         others = missing[:0]  # that somebody else makes
-        many = getter_of_items(self._spec.dataset)
+        many = self._spec.many
         at_once = reader.made_in_a_moment if many is None else len(missing)
         for start in range(0, len(missing), at_once):
             some = missing[start : start + at_once]
@@ -327,7 +334,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             return []
         begun, made, left_out = time.monotonic(), [], []
         inner: Any = self._spec.dataset
-        many = getter_of_items(inner)
+        many = self._spec.many
         try:
             if not is_wanted():
                 raise Unwanted
@@ -620,8 +627,9 @@ def cached(
       beside it; each owns its memory, which may be written to, on the CPU and neither shared nor pinned;
     - dimensions lie in memory as those of the first item (channels_last, Fortran's order), without gaps; an
       item whose dimensions lie otherwise is refused. Conjugates are resolved;
-    - a tensor that requires a gradient, or has one, is refused;
-    - keys of a dict come in the order of the first item. An OrderedDict of another order is refused;
+    - a tensor that requires a gradient, or has one, is refused. One made in inference mode, and one that
+      autograd knows to be zero, come back as any other; a read-only array comes back as one to be written to;
+    - keys of a mapping come in the order of the first item. An OrderedDict of another order is refused;
     - an image has its pixels, info and EXIF; its format and its file's class with all attributes go, so that
       files of several formats are alike. Files of several frames are refused, but of an MPO, as phones write
       it, the picture shown is stored;
@@ -647,7 +655,8 @@ def cached(
             `Loader(train)` and `fill` leave such an item out, and count it in their stats; each epoch tries
             it again. Accesses by index, as of a DataLoader, raise it in any case. A MemoryError, an item
             that does not fit the first, and errors of a transform are never skipped.
-    Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made.
+    Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made. The
+        dataset has a `__getitems__` that gives other items than `dataset[index]`: then it is not asked.
     Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
         of another version, length, columns or classes. SchemaError: an item that no columns hold, or that
         they would not give back as it was. ValueError: an argument that does not fit. CacheFullError: a
@@ -660,6 +669,7 @@ def cached(
     require_share(replace, "replace")
     if on_error not in _POLICIES:
         raise ValueError(f"on_error={on_error!r} is unknown: use one of {_POLICIES}")
+    random_states = _random_states()
     index, item = (
         (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
     )
@@ -672,9 +682,65 @@ def cached(
     except SchemaError as error:
         raise SchemaError(f"item {index}: {error}") from None
     folder, skips = Path(path).absolute(), on_error == "skip"
-    train = CachedDataset(_Spec(dataset, folder, settings, form, transform, float(replace), skips))
+    spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips)
+    if spec.many is not None and not _gives_the_same(spec, index, item, random_states):
+        warn(
+            f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as at {index}: "
+            "items are made one by one, by index; mend __getitems__, or set it to None"
+        )
+        spec = dataclasses.replace(spec, asks_for_many=False)
+    train = CachedDataset(spec)
     train._begin(index, item)
     return train
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Return the states of the generators that a dataset draws from if it has none of its own."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # a user's
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])  # noqa: NPY002
+
+
+def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any, ...]) -> bool:
+    """True if `__getitems__` gives what dataset[index] gives, as far as two items tell: also in order.
+
+    Each time it is asked with the same random states. Of a dataset with other randomness nothing is known.
+
+    Args:
+        index: of the first item that could be made, which is `item`, and was made with `random_states`.
+    """
+    inner, many, form = spec.dataset, spec.many, spec.form
+    assert many is not None
+
+    def tried(make: Callable[[list[int]], Any], indices: list[int]) -> list[Any] | None:
+        _set_random_states(random_states)
+        try:
+            return [*make(indices)]
+        except Exception:  # noqa: BLE001  # such as of an item that cannot be made
+            return None
+
+    def one_by_one(indices: list[int]) -> list[Any]:
+        return [inner[each] for each in indices]
+
+    def are_same(some: list[Any], others: list[Any] | None) -> bool:
+        return others is not None and len(some) == len(others) and all(map(form.is_same_item, some, others))
+
+    afterwards = _random_states()
+    try:
+        for indices in ([(index + 1) % spec.length, index], [index]):
+            found = tried(many, indices)
+            if found is not None and len(found) == len(indices) and form.is_same_item(item, found[-1]):
+                return True
+            wanted = tried(one_by_one, indices)
+            if wanted is not None:
+                return are_same(wanted, found) or not are_same(wanted, tried(one_by_one, indices))
+        return True
+    finally:
+        _set_random_states(afterwards)
 
 
 def _made_or_left_out(

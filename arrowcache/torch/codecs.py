@@ -21,9 +21,11 @@ import functools
 import inspect
 import json
 import operator
+import sys
+import warnings
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, MemberDescriptorType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +60,7 @@ from arrowcache.torch.leaves import (
     require_dtype,
     restored,
 )
+from arrowcache.units import shortened
 
 _MAPPINGS = (OrderedDict, defaultdict, dict)
 _BASES = (*_MAPPINGS, tuple, object)
@@ -135,11 +138,22 @@ class ExactForm(ItemForm):
             item: as `chosen` returns it. again: what came back.
         Raises: SchemaError: names the value that did not.
         """
-        if (name := self._difference("", item, again)) is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the item's own code, which nobody but this test asked
+            name = self._difference("", item, again)
+        if name is not None:
             raise SchemaError(
-                f"{shown(name)} does not come back from the cache as it was, so that it has more to it than "
-                "it shows: give a dict of arrays, numbers and text in its place"
+                f"{shown(name.removeprefix('.'))} does not come back from the cache as it was, so that it "
+                "has more to it than it shows: give a dict of arrays, numbers and text in its place"
             )
+
+    def is_same_item(self, one: object, other: object) -> bool:
+        """True if two items have the same values in the columns. False: one of them does not fit these."""
+        try:
+            mine, its = self.row(one), self.row(other)
+        except SchemaError:
+            return False
+        return all(is_same(mine[name], its[name]) for name in self.schema)
 
     def _difference(self, name: str, one: Any, other: Any) -> str | None:
         """Return the name of a value that differs. None: they are the same."""
@@ -154,33 +168,63 @@ class ExactForm(ItemForm):
                 return name + more
             if left is not None and (found := self._difference(name + more, left, right)) is not None:
                 return found
-        return name if self._looks_other(one, other) else None
+        more_shown = self._shown_otherwise(one, other)
+        return None if more_shown is None else name + more_shown
 
-    def _looks_other(self, one: Any, other: Any) -> bool:
-        """True if two objects of the same parts show other values to who reads them by their own code."""
+    def _shown_otherwise(self, one: Any, other: Any) -> str | None:
+        """Return the name of a value that two objects of the same parts do not both show by their own code.
+
+        It begins with a point, and is empty for their keys and contents. None: they show the same.
+        """
+        codec = _codec_of(type(one))  # type: ignore[arg-type]  # a class is hashable
+        if not isinstance(codec, _Object):
+            return None
         read: Callable[[Any, Any], Any] = operator.getitem
-        if isinstance(one, Mapping) and type(one) is not dict:
+        keys: Any = []
+        if isinstance(one, Mapping):
             keys = _tried(list, one)
             if keys != _tried(list, other):
-                return True
-        elif dataclasses.is_dataclass(one):
-            keys, read = [field.name for field in dataclasses.fields(one)], getattr
+                return ""
+        elif isinstance(one, tuple):
+            keys = range(len(one))
         else:
-            return False
+            keys, read = [field.name for field in dataclasses.fields(one)], getattr
         for key in keys or ():
             shows, again = _tried(read, one, key), _tried(read, other, key)
             is_held = any(shows is each for each in parts_of(one))
             if is_held and any(again is each for each in parts_of(other)):
                 continue
-            if shows is not None and self._shows_other(shows, again):
-                return True
-        return dataclasses.is_dataclass(one) and not isinstance(one, Mapping) and _is_broken(one, other)
+            if shows is not None and not self._is_alike(shows, again, ()):
+                return f".{key}"
+        names = _descriptors_of(type(one))  # type: ignore[arg-type]  # a class is hashable
+        return next((f".{name}" for name in names if self._reads_other(codec, name, one, other)), None)
 
-    def _shows_other(self, one: Any, other: Any) -> bool:
+    def _reads_other(self, codec: _Object, name: str, one: Any, other: Any) -> bool:
+        """True if a descriptor of the class gives another value of the copy: it reads what is elsewhere."""
+        shows, again = codec.read(one, name), codec.read(other, name)
+        if shows is _FAILED or self._is_alike(shows, again, ()):
+            return False
+        return self._is_alike(shows, codec.read(one, name), ())  # else it is another each time
+
+    def _is_alike(self, one: Any, other: Any, within: tuple[tuple[Any, Any], ...]) -> bool:
+        """True if two values that code of a user gives are the same, as far as a cache could tell.
+
+        Of other classes nothing is known: they are to be of one class.
+        """
+        if type(one) is not type(other) or any(one is mine and other is its for mine, its in within):
+            return type(one) is type(other)
         try:
-            return self._difference("", one, other) is not None
+            mine, its = self.opened("", one), self.opened("", other)
+            if mine is None or its is None:
+                for leaf in (one, other) if one is not None else ():
+                    self.leaf("", leaf)
+                return mine is its and is_same(one, other)
         except SchemaError:  # no item could have it
-            return type(one) is not type(other)
+            return True
+        within = (*within, (one, other))
+        return (mine.keys, mine.rest) == (its.keys, its.rest) and all(
+            self._is_alike(left, right, within) for left, right in zip(mine.values, its.values, strict=True)
+        )
 
 
 class Codec(Protocol):
@@ -201,22 +245,32 @@ def _tried(read: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _is_broken(one: Any, other: Any) -> bool:
-    """True if a property works only before: it reads what is kept elsewhere."""
-    kind = type(one)
-    for name in dir(kind):
-        is_property = isinstance(inspect.getattr_static(kind, name, None), property)
-        if is_property and not _can_read(other, name) and _can_read(one, name):
-            return True
-    return False
+_FAILED = object()  # in place of what code of a user gives
+_OF_THE_CLASS = (
+    classmethod,
+    staticmethod,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+    MemberDescriptorType,  # slots, which are parts
+    GetSetDescriptorType,
+    type,
+)
 
 
-def _can_read(value: Any, name: str) -> bool:
-    try:
-        getattr(value, name)
-    except Exception:  # noqa: BLE001  # whatever it raises
-        return False
-    return True
+@functools.cache
+def _descriptors_of(kind: type) -> tuple[str, ...]:
+    """Return the names of properties, and other descriptors, of a class: their values are of each object."""
+    parts = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
+    plain = {name for name in parts if "_tuplegetter" in type(inspect.getattr_static(kind, name)).__name__}
+    names = [name for name in dir(kind) if not name.startswith("__") and name not in plain]
+    found = [(name, inspect.getattr_static(kind, name, None)) for name in names]
+    return tuple(
+        name
+        for name, value in found
+        if hasattr(type(value), "__get__")
+        and not inspect.isroutine(value)
+        and not isinstance(value, _OF_THE_CLASS)
+    )
 
 
 def parts_of(value: Any) -> Sequence[Any]:
@@ -271,10 +325,38 @@ class _Container:
         return dict(zip(node.keys, children, strict=True)) if node.type is dict else node.type(children)
 
 
-def _types_of(keys: Sequence[Any] | Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return the classes of keys that are no texts: 1 and True are equal, and not the same."""
-    types = {*map(type, keys)}
-    return () if types <= {str} else (f"{' and '.join(sorted(each.__name__ for each in types))} keys",)
+def _types_of(keys: Sequence[Any] | Mapping[Any, Any]) -> tuple[_Keys, ...]:
+    """Return keys that are no texts, to be compared."""
+    return () if {*map(type, keys)} <= {str} else (_Keys(keys),)
+
+
+class _Keys:
+    """The keys of a mapping that are no texts. Equal to others where all equal keys are the same."""
+
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self._exact = {key: _exact(key) for key in keys}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and all(
+            other._exact.get(key, exact) == exact for key, exact in self._exact.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(_Keys)
+
+    def __str__(self) -> str:
+        keys = ", ".join(f"{type(key).__name__} {key!r}" for key in self._exact)
+        return f"the keys {shortened(keys, 100)}"
+
+
+def _exact(value: Any) -> Any:
+    """Return what is equal for two hashable values only where they are the same: 1 and True are equal."""
+    kind: Any = type(value)
+    if issubclass(kind, tuple):
+        return kind, *map(_exact, tuple.__iter__(value))
+    if issubclass(kind, frozenset):
+        return kind, frozenset(map(_exact, frozenset.__iter__(value)))
+    return kind, value, "" if kind.__repr__ is object.__repr__ else repr(value)
 
 
 # objects
@@ -357,7 +439,9 @@ class _Object:
             own = dict(zip(value._fields, tuple.__iter__(value), strict=True))
         else:
             own = dict(base.items(value))
-            rest += (_Factory(value.default_factory),) if base is defaultdict else ()
+            if base is defaultdict:
+                _require_no_state(name, value.default_factory)
+                rest += (_Factory(value.default_factory),)
         return Opened(
             self._kind,
             (*own, *(f"@{each}" for each in attributes)),
@@ -382,6 +466,33 @@ class _Object:
             except AttributeError:  # it was never set
                 continue
         return found
+
+    def read(self, value: Any, name: str) -> Any:
+        """Return what a descriptor of the class gives, or `_FAILED`. What it set on the object is undone."""
+        before = self._attributes(value)
+        try:
+            return getattr(value, name)
+        except Exception:  # noqa: BLE001  # whatever it raises
+            return _FAILED
+        finally:
+            if before is not value:
+                self._restore(value, before)
+
+    def _restore(self, value: Any, before: Mapping[str, Any]) -> None:
+        after = self._attributes(value)
+        for name in after.keys() | before.keys():
+            if name in before and after.get(name, _FAILED) is before[name]:
+                continue
+            if name not in self._slots:
+                own = object.__getattribute__(value, "__dict__")
+                if name in before:
+                    own[name] = before[name]
+                else:
+                    del own[name]
+            elif name in before:
+                self._slots[name].__set__(value, before[name])
+            else:
+                self._slots[name].__delete__(value)
 
     def _require_here(self, name: str, value: Any, attributes: Mapping[str, Any]) -> None:
         """Make sure that a field behind a property is one of the attributes."""
@@ -443,20 +554,69 @@ def _unpickled_factory(function: bytes) -> _Factory:
     return _Factory(unpickled(function))
 
 
-def _do_the_same(one: Any, other: Any) -> bool:
-    """True if two functions are one, of one definition that no variable changes, or partials of such."""
-    if one is other:
+def _do_the_same(one: Any, other: Any, within: tuple[Any, ...] = ()) -> bool:
+    """True if two values without a state are the same, or functions of one definition and such values."""
+    if one is other or any(one is outer for outer in within):
         return True
-    if type(one) is functools.partial and type(other) is functools.partial:
-        return _do_the_same(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
-    return (
-        type(one) is FunctionType
-        and type(other) is FunctionType
+    mine, its = _taken_apart(one), _taken_apart(other)
+    if mine is None or its is None:
+        return bool(_exact(one) == _exact(other))
+    if type(one) is FunctionType and not (
+        type(other) is FunctionType
         and one.__code__ == other.__code__
         and one.__globals__ is other.__globals__
-        and (one.__closure__, one.__defaults__, one.__kwdefaults__)
-        == (other.__closure__, other.__defaults__, other.__kwdefaults__)
+    ):
+        return False
+    within = (*within, one)
+    return (type(one), len(mine)) == (type(other), len(its)) and all(
+        _do_the_same(left, right, within) for left, right in zip(mine, its, strict=True)
     )
+
+
+def _taken_apart(value: Any) -> list[Any] | None:
+    """Return the values that a function of Python, a partial or a tuple has. None: it is none of these."""
+    if type(value) is tuple:
+        return [*value]
+    if type(value) is functools.partial:
+        return [value.func, value.args, *sorted(value.keywords.items()), *sorted(vars(value).items())]
+    if type(value) is not FunctionType:
+        return None
+    named = {**(value.__kwdefaults__ or {}), **vars(value)}
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    return [value.__defaults__ or (), *sorted(named.items()), *cells]
+
+
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(type, np.generic, np.dtype, torch.dtype, torch.device, ModuleType),
+)
+
+
+def _has_no_state(value: Any, within: tuple[Any, ...] = ()) -> bool:
+    """True if a value cannot change, or a function has nothing else but what its whole module has."""
+    if isinstance(value, _CONSTANTS) or any(value is outer for outer in within):
+        return True
+    if type(value) is frozenset:
+        return all(map(_has_no_state, value))
+    if type(value) is BuiltinFunctionType:
+        return isinstance(value.__self__, type | ModuleType | None)
+    try:
+        parts = _taken_apart(value)
+    except ValueError:  # a variable without a value yet
+        return False
+    if parts is not None:
+        return all(_has_no_state(part, (*within, value)) for part in parts)
+    module = sys.modules.get(str(getattr(value, "__module__", None)))
+    return getattr(module, str(getattr(value, "__qualname__", "")), _FAILED) is value
+
+
+def _require_no_state(name: str, factory: Any) -> None:
+    """Raises: SchemaError: a default_factory has something that may change, which all items would share."""
+    if not _has_no_state(factory):
+        what = getattr(factory, "__qualname__", type(factory).__name__)
+        raise refusal(
+            name, f"a defaultdict of default_factory {what}, with a state of its own", "dict(value)"
+        )
 
 
 class _Encoding:

@@ -3,7 +3,8 @@
 Columns of a cache become the batch at once: a tensor of a leaf's values has the column's memory. A mapping of
 another class than dict is a copy of the first item's, updated, so that its attributes are the first one's.
 Whatever default_collate refuses comes as `Loader` gives it: moments as int64 microseconds, images as numbers,
-values of varying length as nested tensors of jagged layout, dataclasses of tensors.
+values of varying length as nested tensors of jagged layout, dataclasses of tensors, ints of a uint64 column,
+which int64 does not hold, as uint64.
 Pure: no item is changed.
 """
 
@@ -110,7 +111,7 @@ def _is_text(part: Part) -> bool:
 
 def _leaf(leaf: Leaf, kind: FieldType, column: ColumnData) -> Any:
     tensor = to_tensor(column, kind)
-    if leaf.type in _OF_NUMBERS:
+    if leaf.type in _OF_NUMBERS and tensor.dtype is not torch.uint64:  # the one dtype that would lose values
         return tensor.to(_OF_NUMBERS[leaf.type])
     if leaf.type is list and isinstance(kind, Tensor):
         return _by_position(tensor)
@@ -153,7 +154,7 @@ def _value(name: str, kind: FieldType, value: Any) -> Any:
 
 def _column(kind: FieldType, values: list[Any]) -> ColumnData:
     if isinstance(kind, FixedType):
-        return np.concatenate(values)
+        return np.concatenate(values, dtype=kind.numpy_dtype)  # as it is stored
     if not isinstance(kind, Ragged):
         return values
     data = np.frombuffer(bytearray(b"".join(values)), kind.numpy_dtype).reshape(-1, *kind.inner_shape)

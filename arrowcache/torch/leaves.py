@@ -33,6 +33,8 @@ from arrowcache.torch.tensors import to_tensor
 
 _NUMBERS = (bool, int, float, complex)
 PLAIN = (*_NUMBERS, str, bytes, dt.datetime)
+#: Letters of NumPy's classes that are equal to int64 or uint64, and not the same.
+_LONG_LONG = "".join({*"qQ"} - {np.dtype(name).char for name in ("int64", "uint64")})
 _KINDS_OF_NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 
@@ -81,6 +83,8 @@ def _array(name: str, array: Any) -> Leaf:
         raise refusal(repr(name), str(leaf), instead)
     if 0 in array.shape:
         _require_inner_lengths(leaf, array.shape)
+    if array.dtype.char in _LONG_LONG:
+        leaf = leaf._replace(detail=f"as {array.dtype.type.__name__}")
     order = _order_of(array) if leaf.type is np.ndarray else ()
     return leaf._replace(order=order) if order else leaf
 
@@ -346,7 +350,11 @@ def _array_of(leaf: Leaf, kind: FieldType) -> Callable[[Any], NDArray[Any]]:
     """Return a function that copies a row, or a column, as an array of the dtype that the leaf had."""
     if isinstance(kind, Tensor | Ragged) and bits_of(kind.dtype):
         return lambda row: np.array(row, order="C").view(leaf.dtype)
-    return lambda row: np.array(row, leaf.dtype, order="C")
+    if not leaf.detail:
+        return lambda row: np.array(row, leaf.dtype, order="C")
+    # by name: it pickles as the dtype that is equal, and NumPy casts to no equal one
+    own = np.dtype(leaf.detail.removeprefix("as ")).newbyteorder(leaf.dtype.byteorder)
+    return lambda row: np.array(row, leaf.dtype, order="C").view(own)
 
 
 # the net
@@ -360,6 +368,7 @@ def is_same(one: Any, other: Any) -> bool:
         mine, its = as_array("", one)[0], as_array("", other)[0]
         return (
             (one.dtype, one.shape) == (other.dtype, other.shape)
+            and getattr(one.dtype, "char", "") == getattr(other.dtype, "char", "")
             and _order_of(one) == _order_of(other)
             and mine.tobytes() == its.tobytes()
         )

@@ -34,6 +34,8 @@ def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
         )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.char == "Q":  # as NumPy makes of large ints: torch knows the other class of uint64
+        array = array.view(np.uint64)
     width = max(1, array.itemsize)
     if not array.flags.behaved or any(stride < 0 or stride % width for stride in array.strides):
         array = array.copy()

@@ -163,3 +163,33 @@ def test_a_datamodule_of_lightning(tmp_path):
     assert data.train.stats().made == ROWS - 1
     assert data.train.cached == ROWS
     data.train.close()
+
+
+def test_transformers_own_come_back(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import tokenizers
+    from transformers.modeling_outputs import BaseModelOutput
+
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    texts = [fast(text, return_tensors="pt") for text in ("a b", "b b", "b a")]
+    with cached(texts, tmp_path / "texts", capacity="16MiB") as train:
+        train.fill(0, progress=False)
+        for item, again in zip(texts, [train[index] for index in range(3)], strict=True):
+            assert type(again) is transformers.BatchEncoding
+            assert torch.equal(again["input_ids"], item["input_ids"])
+            assert (again.tokens(), again.word_ids(), again.n_sequences) == (
+                item.tokens(), item.word_ids(), item.n_sequences
+            )  # fmt: skip
+    outputs = [BaseModelOutput(torch.ones(2) * n, (torch.ones(1) * n,)) for n in range(2)]
+    with cached(outputs, tmp_path / "outputs", capacity="16MiB") as train:
+        train.fill(0, progress=False)
+        for item, again in zip(outputs, [train[index] for index in range(2)], strict=True):
+            assert type(again) is BaseModelOutput
+            assert list(again) == list(item) == ["last_hidden_state", "hidden_states"]
+            assert torch.equal(again.last_hidden_state, item.last_hidden_state)
+            assert torch.equal(again["hidden_states"][0], item.hidden_states[0])
+            assert again.last_hidden_state is again["last_hidden_state"]
+            assert again.attentions is None

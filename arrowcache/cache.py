@@ -258,7 +258,11 @@ class Cache(Shown, Closable):
         return self._annotations
 
     def dataset(self) -> pyarrow.dataset.Dataset:
-        """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives."""
+        """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives.
+
+        Rows that are excluded are among them, without a mark: `arrowcache.explore.export_parquet` leaves
+        them out or marks them, and `sql` has them as `_excluded`.
+        """
         import pyarrow.dataset  # takes 20 ms, and few need it
 
         with self.snapshot() as snapshot:

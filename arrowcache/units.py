@@ -131,7 +131,9 @@ def did_you_mean(name: object, names: Iterable[str], shown: Callable[[str], str]
     """Return a question that names what is like an unknown name, and a space. Empty: nothing is."""
     import difflib  # 4 ms that only an error takes
 
-    near = difflib.get_close_matches(str(name), [*names])
+    known = [*names]
+    near = difflib.get_close_matches(str(name), known)
+    near = near or [each for each in known if str(each).lower() == str(name).lower()]  # such as ID and id
     return f"did you mean {' or '.join(map(shown, near))}? " if near else ""
 
 

@@ -259,7 +259,7 @@ def test_the_seed_of_a_loader_holds_where_none_is_given(cache):
 )  # fmt: skip
 @pytest.mark.parametrize("face", [ac.Loader, Loader])
 def test_a_loader_with_an_option_that_sequences_cannot_have_is_refused(cache, face, option):
-    name = "batch_tokens" if "batch_tokens" in option else [*option][0]
+    name = "batch_tokens" if "batch_tokens" in option else next(iter(option))
     with (
         face(cache, **{"batch_size": 8} | option) as loader,
         pytest.raises(ValueError, match=f"the Loader has {name}=, which packed\\(\\) cannot have: "),
@@ -271,7 +271,7 @@ def test_a_loader_of_another_framework_is_refused(cache):
     class Others(ac.Loader):
         _face = "a Loader of another framework"
 
-    with Others(cache, 8) as loader, pytest.raises(TypeError, match="another framework .* the cache"):
+    with Others(cache, 8) as loader, pytest.raises(TypeError, match=r"another framework .* the cache"):
         packed_of(loader)
 
 

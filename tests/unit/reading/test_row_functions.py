@@ -527,8 +527,8 @@ def test_without_any_annotation_a_name_like_a_columns_is_refused_unless_it_is_ex
         warnings.simplefilter("error")
         with pytest.raises(
             ValueError,
-            match=f"weights='{name}' is neither .*did you mean.* there is no annotation, and there are the columns id, "
-            f"label; pass expect='{name}'",
+            match=f"weights='{name}' is neither .*did you mean.* there is no annotation, and there are the "
+            f"columns id, label; pass expect='{name}'",
         ):
             Loader(cache, 3, weights=name)
         with Loader(cache, 3, weights=name, expect=name) as loader:

@@ -83,7 +83,7 @@ class Loader(Closable):
             float32 there. A missing annotation is null, and null is no. Tags and exclusions are looked up in
             each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
             with, also where it is resumed. This takes 4 bytes of memory a row, of segments that are read in
-            part.
+            part. A masked array is refused: fill it, by .filled(False).
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
             disjoint, and all ranks have equally many steps.

@@ -15,6 +15,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.reading.row_functions import (
     PythonFunction,
     RowFunction,
@@ -181,6 +182,7 @@ def _without_nulls(found: pa.Array, segment: SegmentInfo) -> Mask:  # noqa: ARG0
 
 
 def _checked(result: object, segment: SegmentInfo) -> Mask:
+    require_unmasked(result, f"rows= gave for segment {segment.seq}", False)
     mask = np.array(result)  # a copy: the function may use its array again
     if mask.dtype != np.bool_ or mask.shape != (segment.rows,):
         raise TypeError(

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import CacheFullError, warn
 from arrowcache.reading.row_functions import (
@@ -197,6 +198,7 @@ def require_weights(weights: object, schema: Schema) -> object:
 
 
 def _floats(result: object, segment: SegmentInfo) -> NDArray[np.float64]:
+    require_unmasked(result, f"weights= gave for segment {segment.seq}", 0)
     found = np.asarray(result)
     if found.dtype.kind not in "biuf" or found.shape != (segment.rows,):
         raise TypeError(

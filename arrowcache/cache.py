@@ -210,7 +210,7 @@ class Cache(Shown, Closable):
     def untag(self, ids: object, tag: str) -> int:
         """Take a tag off rows, those that have it: none need to, so that it may be called twice.
 
-        Args, Returns, Blocks, Raises: as `tag`.
+        Args, Returns, Blocks: as `tag`. Raises: as `tag`; ValueError: a tag that no row has or had.
         """
         return self._notes.untag(row_ids(ids), tag)
 
@@ -231,10 +231,11 @@ class Cache(Shown, Closable):
                 are passed over.
             values: by name: a number for each row, (n,), of any dtype that float64 holds, or one for all; it
                 is read back as float64, and takes 4 bytes where float32 holds it, too, else 8. NaN: it has
-                none. A name is no column's, and does not begin with "_". One that no row has is new.
+                none. A masked array is refused. A name is no column's, and does not begin with "_". One that
+                no row has is new.
         Blocks: no, unless a million rows wait to be written. Where they cannot be, the oldest are lost.
         Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
-            a dataset.
+            a dataset. IndexError: a row that never was.
         """
         annotations, found = self._noted(), row_ids(ids)
         if not values:
@@ -258,7 +259,11 @@ class Cache(Shown, Closable):
         return self._annotations
 
     def dataset(self) -> pyarrow.dataset.Dataset:
-        """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives."""
+        """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives.
+
+        Rows that are excluded are among them, without a mark: `arrowcache.explore.export_parquet` leaves
+        them out or marks them, and `sql` has them as `_excluded`.
+        """
         import pyarrow.dataset  # takes 20 ms, and few need it
 
         with self.snapshot() as snapshot:
@@ -349,7 +354,7 @@ def _values(name: str, given: ArrayLike, rows: int, schema: Schema) -> NDArray[n
         raise ValueError(
             f"a value cannot have the name {name!r}: take one that is no column's and does not begin with '_'"
         )
-    array = on_host(given)
+    array = on_host(given, name)
     if array.dtype.kind not in "biuf" or array.ndim > 1 or (array.ndim and len(array) != rows):
         raise ValueError(
             f"{name} has shape {array.shape} and dtype {array.dtype}, and there are {rows} ids: give a "

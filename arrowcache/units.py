@@ -131,7 +131,7 @@ def did_you_mean(name: object, names: Iterable[str], shown: Callable[[str], str]
     """Return a question that names what is like an unknown name, and a space. Empty: nothing is."""
     import difflib  # 4 ms that only an error takes
 
-    names = [*names]
+    names = [*map(str, names)]
     near = difflib.get_close_matches(str(name), names)
     if not near:  # in other letters, or by its last part
         last = str(name).casefold()

@@ -247,13 +247,15 @@ class WholeEpochs:
             batches = reader.repeat()
             assert len(ids_of(itertools.islice(batches, taken))) == 16 * taken
             reader.load_state_dict(reader.state_dict())
-            with pytest.raises(RuntimeError, match="a state was loaded"):
-                next(batches)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="a state was loaded"):
+                    next(batches)
         batches = reader.repeat()
         next(batches)
         reader.close()
-        with pytest.raises(RuntimeError, match="the loader was closed"):
-            next(batches)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="the loader was closed"):
+                next(batches)
 
     def test_a_consumer_that_closes_its_iterator_or_drops_it_is_told_nothing(self, face, cache):
         face.needs("one epoch")

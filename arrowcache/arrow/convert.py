@@ -147,9 +147,30 @@ def count_rows(name: str, values: Any) -> int:
 
 
 def is_masked(value: object) -> bool:
-    """True if the value is a masked array. Does not import numpy.ma: a first batch would wait for it."""
+    """True if the value is a masked array, or a list that has one. NumPy would drop the mask.
+
+    Does not import numpy.ma: a first batch would wait for it.
+    """
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
-    return masked is not None and isinstance(value, masked)
+    return masked is not None and _has_a(masked, value)
+
+
+def _has_a(masked: type, value: object) -> bool:
+    if not isinstance(value, list | tuple):
+        return isinstance(value, masked)
+    kinds = {*map(type, value)}  # few, of many numbers
+    if any(issubclass(kind, masked) for kind in kinds):
+        return True
+    return any(issubclass(kind, list | tuple) for kind in kinds) and any(_has_a(masked, one) for one in value)
+
+
+def require_unmasked(value: object, what: str, filler: object) -> None:
+    """Make sure that a value has no mask. Raises: TypeError: it has, and so says nothing of some rows."""
+    if is_masked(value):
+        raise TypeError(
+            f"{what} a masked array, whose mask would be lost: say what the missing values are, such as by "
+            f".filled({filler})"
+        )
 
 
 def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
@@ -158,7 +179,7 @@ def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     if is_torch and (bits := bits_of(dtype := str(value.dtype).removeprefix("torch."))) is not None:
         return bits.from_float(value.float().numpy(force=True)), dtype
     if is_masked(value):
-        raise SchemaError(f"field {name!r}: columns have no missing values: fill the masked array first")
+        raise _masked(name)
     try:  # NumPy takes no gradients, devices or lazy conjugates
         array = value.numpy(force=True) if is_torch else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -273,6 +294,8 @@ def _timestamps(name: str, value: Any) -> NDArray[Any]:
         ]
         array = np.array(naive, dtype="datetime64[us]")
         return array if isinstance(value, list | tuple) else array[0:1].reshape(())
+    if is_masked(value):
+        raise _masked(name)
     array = np.asarray(value)
     if array.dtype.kind != "M" or not np.can_cast(array.dtype, "datetime64[us]", "safe"):
         way = ".astype('datetime64[us]')" if array.dtype.kind == "M" else "numpy.datetime64(value, 'us')"
@@ -288,6 +311,10 @@ def _timestamps(name: str, value: Any) -> NDArray[Any]:
             "such as value.astype('int64')"
         )
     return exact
+
+
+def _masked(name: str) -> SchemaError:
+    return SchemaError(f"field {name!r}: columns have no missing values: fill the masked array first")
 
 
 def _describe(value: object) -> str:

@@ -26,17 +26,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
-from arrowcache.explore.noted import NOTE_KEY, Noted, select_with_notes
+from arrowcache.explore.noted import EXCLUDED, NOTE_KEY, Noted, select_with_notes
 from arrowcache.explore.numbers import bfloat16_values, elements, nested
 from arrowcache.explore.parquet import ParquetImport
 from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
 from arrowcache.limits import Limits
-from arrowcache.reading.selection import ALL_ROWS, INCLUDED, Selection, require_rows
+from arrowcache.reading.selection import ALL_ROWS, INCLUDED, chosen_of, require_rows, select_for_export
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS
-from arrowcache.units import format_count
 
 SEQ = ID_COLUMNS[0]
 _UTC = pa.timestamp("us", "UTC")
@@ -60,7 +59,8 @@ def export_parquet(
     Args:
         folder: a new or empty one, outside of the cache's.
         columns: which, in this order; `_seq`, `_row` and notes can be named, too, as in `to_pandas`. None
-            for all that the cache has, and with rows="all" the notes behind them, if there are any.
+            for all that the cache has, and with rows="all" the notes behind them, if there are any. Where
+            rows="all" has excluded rows, `_excluded` comes behind the columns that are named, too.
         progress: show a bar; None: in a terminal or a notebook.
         rows: as of a Loader: "included" leaves out what is excluded; "all", with `_excluded`, `_reason`,
             `_tags` and annotations as columns; a tag; ids, such as the result of `sql` with `_seq` and
@@ -82,13 +82,13 @@ def export_parquet(
     written = []
     with Snapshot.take(store) as snapshot:
         noted = Noted(store, snapshot)
-        with_notes = columns is None and isinstance(rows, str) and rows == ALL_ROWS
-        given = (*schema, *noted.names) if with_notes else columns
+        are_all = isinstance(rows, str) and rows == ALL_ROWS
+        given = (*schema, *noted.names) if columns is None and are_all else columns
         names = select_with_notes(schema, noted, given)
+        if are_all and EXCLUDED in noted.kinds and EXCLUDED not in names and noted.column(EXCLUDED).any():
+            names = (*names, EXCLUDED)  # no excluded row without its mark
         notes = {name: noted.arrow(name) for name in names if name in noted.kinds}
-        snapshot.bitmaps = Selection(store, rows).of(snapshot)
-        if len(snapshot) and not snapshot.selected.size:
-            raise _none_chosen(rows, len(snapshot))
+        select_for_export(snapshot, store, rows)
         folder.mkdir(parents=True, exist_ok=True)
         own, start = [name for name in names if name in schema], 0
         for segment, batch in walk(snapshot, own or list(schema)[:1], "exporting", progress):
@@ -104,9 +104,8 @@ def export_parquet(
                 fields.append(pa.field(name, array.type, nullable=name in notes, metadata=metadata))
                 arrays.append(array)
             table = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
-            if (bits := snapshot.bitmaps.get(segment.seq)) is not None:
-                mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=segment.rows)
-                table = table.filter(pa.array(mask.view(np.bool_)))
+            if (chosen := chosen_of(snapshot, segment)) is not None:
+                table = table.filter(pa.array(chosen))
             if len(table):
                 path = folder / f"{segment.seq:020d}.parquet"
                 _write(table, path)
@@ -123,14 +122,6 @@ def _of_rows(name: str, notes: Mapping[str, pa.Array], segment: SegmentInfo, sta
     return pa.array(
         np.full(segment.rows, segment.seq) if name == SEQ else np.arange(segment.rows), pa.int64()
     )
-
-
-def _none_chosen(rows: object, count: int) -> ValueError:
-    held = format_count(count, "row")
-    if isinstance(rows, str) and rows == INCLUDED:
-        return ValueError(f"all {held} are excluded: rows='all' exports them, with their marks")
-    said = repr(rows) if isinstance(rows, str) else ""
-    return ValueError(f"rows={said} chooses none of the {held}")
 
 
 def _plain(column: pa.Array, kind: FieldType) -> pa.Array:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.reading.values import Values
@@ -111,8 +112,9 @@ def _is_numbers(column: object) -> bool:
 def _exact(name: str, column: Any, schema: Schema) -> Any:
     """Return a column with the dtype of its schema, over the same memory.
 
-    Raises: ValueError: it has integers that JAX cannot hold as it is set up.
+    Raises: ValueError: it has integers that JAX cannot hold as it is set up. TypeError: it is masked.
     """
+    require_unmasked(column, f"column {name!r} is", 0)
     kind = schema.get(name)
     if isinstance(kind, Tensor) and bits_of(kind.dtype) and column.dtype == kind.numpy_dtype:
         return column.view(getattr(jax.numpy, kind.dtype))

@@ -15,6 +15,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.reading.row_functions import (
     PythonFunction,
     RowFunction,
@@ -104,6 +105,27 @@ class Selection:
         return mask
 
 
+def select_for_export(snapshot: Snapshot, store: Store, rows: object) -> None:
+    """Have a snapshot's selection be the rows that an export writes, those of a Loader with these `rows`.
+
+    Raises: ValueError: it chooses none of some rows. Others as of `Selection` and its `of`.
+    """
+    snapshot.bitmaps = Selection(store, rows).of(snapshot)
+    if not len(snapshot) or snapshot.selected.size:
+        return
+    held = format_count(len(snapshot), "row")
+    if isinstance(rows, str) and rows == INCLUDED:
+        raise ValueError(f"all {held} are excluded: rows='all' exports them, with their marks")
+    raise ValueError(f"rows={repr(rows) if isinstance(rows, str) else ''} chooses none of the {held}")
+
+
+def chosen_of(snapshot: Snapshot, segment: SegmentInfo) -> Mask | None:
+    """The mask of a segment's rows that a snapshot's selection has: (rows,). None: all."""
+    if (bits := snapshot.bitmaps.get(segment.seq)) is None:
+        return None
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=segment.rows).view(np.bool_)
+
+
 def require_rows(rows: object) -> object:
     """Return the argument `rows` of a loader; ids as (n, 2) int64.
 
@@ -160,6 +182,7 @@ def _without_nulls(found: pa.Array, segment: SegmentInfo) -> Mask:  # noqa: ARG0
 
 
 def _checked(result: object, segment: SegmentInfo) -> Mask:
+    require_unmasked(result, f"rows= gave for segment {segment.seq}", False)
     mask = np.array(result)  # a copy: the function may use its array again
     if mask.dtype != np.bool_ or mask.shape != (segment.rows,):
         raise TypeError(

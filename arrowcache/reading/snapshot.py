@@ -24,6 +24,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow import segment as segment_file
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.label import labelled
 from arrowcache.cgroup import memory_bytes
 from arrowcache.display import Card, Facts, Shown
@@ -196,6 +197,7 @@ class Snapshot(Shown, Closable):
             was quarantined, or a segment whose file cannot be read any more; the other segments' rows can
             still be read.
         """
+        require_unmasked(row_ids, "row_ids are", -1)
         given = np.asarray(row_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise TypeError(f"row_ids must be a 1-D integer array, not {given.dtype} of shape {given.shape}")

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import CacheFullError, warn
 from arrowcache.reading.row_functions import (
@@ -43,8 +44,8 @@ class Weighing:
     Args:
         weights, expect: as of `Loader`; weights are not None.
     Raises: ValueError: a name that is neither a column nor an annotation of any row, while rows have other
-        annotations; or an expression that does not fit.
-    Warns: RuntimeWarning: a name that is no column, and no row has an annotation yet.
+        annotations, or it is like a column's; or an expression that does not fit.
+    Warns: RuntimeWarning: a name that is like no column's, and no row has an annotation yet.
     """
 
     def __init__(self, store: Store, weights: Any, expect: Sequence[str] = ()) -> None:
@@ -73,8 +74,9 @@ class Weighing:
             self._unknown = "" if weights in expect else weights
             if not self._is_known():
                 warn(
-                    f"no row has an annotation yet, so weights={weights!r} draws all rows alike until "
-                    f"cache.annotate(ids, {weights}=...): pass expect={weights!r} if they are to come"
+                    f"no row has an annotation yet, and there are the columns {', '.join(schema)}: "
+                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...); "
+                    f"pass expect={weights!r} if they are to come"
                 )
         if self.function is not None:
             self._reads_notes = self.function.reads_notes
@@ -86,16 +88,23 @@ class Weighing:
     def _is_known(self) -> bool:
         """True if some row has or had an annotation of this name, or one is expected.
 
-        Raises: ValueError: rows have others alone. Annotations that leave later do not matter.
+        Raises: ValueError: rows have others alone, or it is like a column's. Annotations that leave later do
+            not matter.
         """
         if self._unknown:
             names, name = self._annotations.names(), self._unknown
-            if names and name not in names:
-                columns = self._store.settings.schema
+            columns = self._store.settings.schema
+            meant = did_you_mean(name, [*names, *columns])
+            if name not in names and (names or meant):
+                noted = (
+                    f"are the annotations {', '.join(names)}, and"
+                    if names
+                    else "is no annotation, and there are"
+                )
                 raise ValueError(
-                    f"weights={name!r} is neither an annotation of any row nor a column: "
-                    f"{did_you_mean(name, [*names, *columns])}there are the annotations {', '.join(names)}, "
-                    f"and the columns {', '.join(columns)}; pass expect={name!r} if rows are to get it"
+                    f"weights={name!r} is neither an annotation of any row nor a column: {meant}"
+                    f"there {noted} the columns {', '.join(columns)}; pass expect={name!r} if rows are to "
+                    "get it"
                 )
             if names:
                 self._unknown = ""
@@ -189,6 +198,7 @@ def require_weights(weights: object, schema: Schema) -> object:
 
 
 def _floats(result: object, segment: SegmentInfo) -> NDArray[np.float64]:
+    require_unmasked(result, f"weights= gave for segment {segment.seq}", 0)
     found = np.asarray(result)
     if found.dtype.kind not in "biuf" or found.shape != (segment.rows,):
         raise TypeError(

@@ -24,7 +24,9 @@ from arrowcache.errors import ArrowCacheError, WorkerError, sentence_of, warn
 from arrowcache.lifetimes import at_exit, at_worker_exit, call_all, forgets_in_child, unforked
 from arrowcache.os_errors import explaining, start
 from arrowcache.storage.locks import file_identity
+from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import VALUES, Notes
+from arrowcache.storage.row_ids import found
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count
 
@@ -39,7 +41,7 @@ class Annotations:
     """Values that are not written yet, of one cache and process. Safe to use from several threads."""
 
     def __init__(self, store: Store) -> None:
-        self.notes = Notes(store)
+        self._store, self.notes = store, Notes(store)
         self.forget_in_child()
         forgets_in_child(self)
 
@@ -47,6 +49,8 @@ class Annotations:
         """Begin anew: what waits is the parent's to write."""
         self._waiting: list[_Values] = []
         self._rows = 0
+        #: The segments of the last look: their numbers, their rows, and the number of the next one.
+        self._seen: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
         self._adding, self._writing = threading.RLock(), threading.RLock()  # the second is taken first
         self._thread: threading.Thread | None = None
         self._ends_with_worker = False
@@ -68,8 +72,10 @@ class Annotations:
 
         Blocks: as `flush`, if a million rows wait already.
         Warns: RuntimeWarning, once: older ones left for want of room, or could not be written.
-        Raises: ValueError: they are more than there may be.
+        Raises: ValueError: they are more than there may be. IndexError: a row that never was.
         """
+        with suppress(ArrowCacheError, OSError):  # then it is passed over as the values are written
+            self._require_known(ids)
         count = len(ids) * len(values)
         if count > self.notes.most_values and not self.notes.has_grown(count):
             raise ValueError(
@@ -94,6 +100,20 @@ class Annotations:
                 self.flush()
             except (ArrowCacheError, OSError) as error:  # which ends no training
                 self._forget_oldest(sentence_of(error))
+
+    def _require_known(self, ids: NDArray[np.int64]) -> None:
+        """Look for rows (n, 2) among the segments of the last look, and anew if one is of none of them."""
+        for is_new in (False, True):
+            if is_new or self._seen is None:
+                rows = Rows.of(self._store.segments())
+                self._seen = rows.seqs, np.diff(rows.starts), self._store.folder.read_record().next_seq
+            try:
+                found(ids, *self._seen)
+            except IndexError:
+                if is_new:
+                    raise
+            else:
+                return
 
     def flush(self) -> None:
         """Write what waits. Blocks: for cache.lock. Raises: LockTimeoutError, CacheFullError, OSError."""

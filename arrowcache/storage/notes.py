@@ -75,7 +75,10 @@ class Notes:
         return self._mark(ids, TAGGED, require_tag(tag))
 
     def untag(self, ids: NDArray[np.int64], tag: str) -> int:
-        """Take a tag off rows (n, 2). Returns: the number of those still there."""
+        """Take a tag off rows (n, 2). Returns: the number of those still there.
+
+        Raises: ValueError: no row has or had it, and some of these are there.
+        """
         return self._mark(ids, UNTAGGED, require_tag(tag))
 
     def annotate(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]) -> None:
@@ -144,6 +147,8 @@ class Notes:
             next_seq = self._store.folder.read_record().next_seq
         segments, is_there = found(ids, rows.seqs, np.diff(rows.starts), next_seq)
         if is_there.any():
+            if what == UNTAGGED and text not in (tags := self.tags()):
+                raise ValueError(f"{_no_tag(text, tags)}; it can be taken off no row")
             numbers = (rows.starts[segments] + ids[:, 1])[is_there]
             del segments  # large, as may be the ids
             lines = NoteLines.of(rows, [text], Said.of(numbers, what))
@@ -297,10 +302,9 @@ class Notes:
         """Check that some row has or had a tag, or that it is to come. Raises: ValueError: neither."""
         if tag in expected or tag in (tags := self.tags()):
             return
-        there = f"there are {', '.join(map(repr, tags))}" if tags else "there is none yet"
         raise ValueError(
-            f"no row has the tag {tag!r}: {did_you_mean(tag, tags)}{there}; cache.tag(ids, {tag!r}) gives it "
-            f"to rows, and a Loader takes one that is only to come by expect={tag!r}"
+            f"{_no_tag(tag, tags)}; cache.tag(ids, {tag!r}) gives it to rows, and a Loader takes one that is "
+            f"only to come by expect={tag!r}"
         )
 
     def _marked(self, rows: Rows, off: int, on: int, text: str | None = None) -> NDArray[np.bool_]:
@@ -360,6 +364,11 @@ class Notes:
 
 def _digest(data: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def _no_tag(tag: str, tags: Collection[str]) -> str:
+    there = f"there are {', '.join(map(repr, tags))}" if tags else "there is none yet"
+    return f"no row has the tag {tag!r}: {did_you_mean(tag, tags)}{there}"
 
 
 def require_tag(tag: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.errors import MissingSegmentsError
 from arrowcache.units import as_int, format_count, format_seconds, shortened
 
@@ -94,7 +95,7 @@ def _columns(ids: Any, names: Sequence[str]) -> list[NDArray[np.int64]]:
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:
-    array = on_host(values)
+    array = on_host(values, f"ids: column {name!r}")
     if array.ndim != 1:
         raise ValueError(f"ids: column {name!r} has shape {array.shape}: each row has one")
     if array.dtype.kind in "iu":
@@ -113,9 +114,13 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     return found
 
 
-def on_host(values: Any) -> NDArray[Any]:
-    """Values as an array, a tensor's copied from its device, without its gradient; bfloat16 as float."""
+def on_host(values: Any, what: str) -> NDArray[Any]:
+    """Values as an array, a tensor's copied from its device, without its gradient; bfloat16 as float.
+
+    Raises: TypeError: a masked array.
+    """
     if not hasattr(values, "detach"):
+        require_unmasked(values, f"{what} came as", "value")
         array = np.asarray(values)
         return array.astype(np.float64) if array.dtype.name == "bfloat16" else array
     host: NDArray[Any] = (values.float() if "bfloat16" in str(values.dtype) else values).numpy(force=True)
@@ -124,7 +129,7 @@ def on_host(values: Any) -> NDArray[Any]:
 
 def _rows(ids: Any) -> NDArray[np.int64]:
     if hasattr(ids, "detach") or (hasattr(ids, "dtype") and hasattr(ids, "ndim")):
-        array = on_host(ids)
+        array = on_host(ids, "ids")
         if array.dtype.kind in "iu":
             if array.ndim != 2 or array.shape[1] != 2:
                 raise ValueError(f"ids of shape {array.shape}: they are (n, 2), a seq and a row each")

@@ -27,12 +27,17 @@ from arrowcache.errors import SchemaError
 from arrowcache.reading.values import ColumnData, Values
 from arrowcache.tensorflow.columns import columns_of
 
+EXCLUDED_FEATURE = "_excluded"  # of a sample among which some are excluded; no column of the cache
 _LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, with the dtypes in their place
 
 
-def encode_rows(schema: Schema, columns: Mapping[str, ColumnData], rows: int) -> Iterator[bytes]:
-    """Yield rows as serialized tf.train.Example."""
+def encode_rows(
+    schema: Schema, columns: Mapping[str, ColumnData], rows: int, excluded: NDArray[np.bool_] | None = None
+) -> Iterator[bytes]:
+    """Yield rows as serialized tf.train.Example, each with its mark if it is told which are excluded."""
     encoders = {name: _encoder(schema[name], column) for name, column in columns.items()}
+    if excluded is not None:
+        encoders[EXCLUDED_FEATURE] = _encoder(Tensor("bool"), excluded)
     for row in range(rows):
         features = tf.train.Features(feature={name: encode(row) for name, encode in encoders.items()})
         yield tf.train.Example(features=features).SerializeToString()

@@ -21,14 +21,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import xxhash
+from numpy.typing import NDArray
 
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import progress_bar
 from arrowcache.errors import SchemaError
+from arrowcache.reading.selection import ALL_ROWS, INCLUDED, chosen_of, require_rows, select_for_export
 from arrowcache.reading.snapshot import Snapshot
+from arrowcache.storage.note_lines import Rows
+from arrowcache.storage.notes import Notes
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.tensorflow.examples import encode_rows
+from arrowcache.storage.store import Store
+from arrowcache.tensorflow.examples import EXCLUDED_FEATURE, encode_rows
 from arrowcache.tensorflow.intake import Intake
 from arrowcache.tensorflow.records import COMPRESSIONS, fingerprint_of
 from arrowcache.units import format_count, parse_count
@@ -43,10 +48,11 @@ def to_tfrecords(
     *,
     columns: Sequence[str] | None = None,
     compression: str | None = None,
+    rows: object = INCLUDED,
 ) -> list[Path]:
     """Write a cache's samples as TFRecord files, one a segment, named `<seq>.tfrecord`.
 
-    They are one snapshot of everything. A segment's lease ends when its file is complete.
+    They are of one snapshot. A segment's lease ends when its file is complete.
 
     Each sample is a tf.train.Example, with a feature a column: scalar integers, bool and timestamps
     (microseconds since 1970) as an int64_list, text and bytes as a bytes_list, all others as
@@ -56,39 +62,61 @@ def to_tfrecords(
         folder: a new or empty folder.
         columns: names of the columns. None means all.
         compression: "GZIP", "ZLIB" or None.
-    Returns: the files, oldest segment first; an empty list for an empty cache.
+        rows: as of a Loader: "included" leaves out what is excluded; "all", with a feature `_excluded` of 0
+            or 1 in each sample if any is; a tag; ids, such as the result of a query with `_seq` and `_row`;
+            a function of a segment's columns, or an expression.
+    Returns: the files, oldest segment first, of the segments that have such rows; none of an empty cache.
     Blocks: while the files are written. After an error complete files stay.
     Raises: FileExistsError: the folder is not empty. CorruptSegmentError: a damaged segment, which
-        was quarantined. tf.errors.OpError: a file cannot be written. ValueError: an unknown column.
+        was quarantined. tf.errors.OpError: a file cannot be written. ValueError: an unknown column, rows that
+        choose none of a cache that has some. TypeError, ValueError: rows that say no rows; whatever a
+        function of them raises.
     """
-    store, folder = store_of(cache), Path(folder)
+    store, folder, rows = store_of(cache), Path(folder), require_rows(rows)
     schema = store.settings.schema
     names = schema.select(columns, least=1)
     require_compression(compression)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(
             errno.EEXIST, "the folder holds files already: give a new or an empty one", str(folder)
         )
     written = []
     with Snapshot.take(store) as snapshot:
+        select_for_export(snapshot, store, rows)
+        marks = _marks_of(store, snapshot) if isinstance(rows, str) and rows == ALL_ROWS else None
+        folder.mkdir(parents=True, exist_ok=True)
         start = 0
         for count, segment in enumerate(snapshot.segments, start=1):
-            values = snapshot.gather(np.arange(start, start + segment.rows), names)
+            ids, chosen = np.arange(start, start + segment.rows), chosen_of(snapshot, segment)
+            start += segment.rows
+            ids = ids if chosen is None else ids[chosen]
+            if not len(ids):
+                snapshot.release_oldest(count)
+                continue
+            values = snapshot.gather(ids, names)
             path = folder / f"{segment.seq:020d}.tfrecord"
             part = path.with_suffix(".part")
             try:
                 with tf.io.TFRecordWriter(str(part), options=compression) as writer:
-                    for example in encode_rows(schema, values, segment.rows):
+                    for example in encode_rows(
+                        schema, values, len(ids), None if marks is None else marks[ids]
+                    ):
                         writer.write(example)
                 part.rename(path)
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
             written.append(path)
-            start += segment.rows
             snapshot.release_oldest(count)
     return written
+
+
+def _marks_of(store: Store, snapshot: Snapshot) -> NDArray[np.bool_] | None:
+    """Tell which rows of a snapshot are excluded: (rows,). None: none is, or a column has the mark's name."""
+    if EXCLUDED_FEATURE in store.settings.schema:
+        return None
+    excluded = Notes(store).excluded(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
+    return excluded if excluded.any() else None
 
 
 def from_tfrecords(

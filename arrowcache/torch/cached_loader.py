@@ -8,6 +8,7 @@ has worker processes make what is missing; reading/order.py says which items a b
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +20,7 @@ import torch.distributed
 from arrowcache.arguments import OF_DATALOADER, face, instead
 from arrowcache.errors import ArrowCacheError, warn
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
-from arrowcache.reading.iterator import CLOSED, LOADED, NEWER, EpochIterator
+from arrowcache.reading.iterator import CLOSED, LOADED, NEWER, Batches, EpochIterator, cut_short
 from arrowcache.reading.memory import page_aligned
 from arrowcache.reading.options import MOST_BATCH_ROWS, MOST_PREFETCHED, MOST_WORKERS
 from arrowcache.reading.order import EpochOrder, Shard
@@ -199,14 +200,13 @@ class CachedLoader(Closable):
             return EpochIterator(epoch, None, self._finish)
         return self._prefetcher.over(Delivery(epoch, None, self._finish))
 
-    def repeat(self) -> Iterator[Any]:
+    def repeat(self) -> Batches:
         """Give batches without end, for step-based training: one epoch after another.
 
         `steps`, `stats` and `state_dict` tell of the epoch that is being delivered.
-        Blocks, Raises: as `iter`, with the first batch of each epoch.
+        Threads that share it take turns. Blocks, Raises: as `iter`, with the first batch of each epoch.
         """
-        while True:
-            yield from self
+        return _Repeated(self)
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, of this rank."""
@@ -356,6 +356,50 @@ class CachedLoader(Closable):
             self._planned, self._epoch = epoch.plan, None
             self._meter.take_back_epoch()
         epoch.close(because)
+
+
+class _Repeated(Iterator[Any]):
+    """One epoch of a loader after another, to its consumer as one: see `reading.iterator`."""
+
+    def __init__(self, loader: CachedLoader) -> None:
+        self._loader, self._origin, self._turn = loader, Origin(), threading.RLock()
+        self._batches: Any = None  # the iterator of the epoch in progress
+        self._epoch: CachedEpoch | None = None  # that epoch, or the last one
+        self._is_over = False
+
+    def __next__(self) -> Any:
+        self._origin.require("this epoch", "iterate anew here")  # first: the turn may be taken for ever
+        with self._turn:
+            while True:
+                if self._batches is None:
+                    self._begin()
+                try:
+                    return next(self._batches)
+                except StopIteration:
+                    if self._is_over:
+                        raise
+                    self._batches = None
+                except BaseException:
+                    self._is_over = True
+                    raise
+
+    def _begin(self) -> None:
+        """Begin the next epoch. Raises: as `iter`; RuntimeError: others cut this short after its last one."""
+        loader = self._loader
+        if self._is_over:
+            raise StopIteration
+        if self._epoch is not None and loader._epoch is not self._epoch:
+            raise cut_short(LOADED if loader._epoch is None else NEWER)
+        if self._epoch is not None and loader._closed:
+            raise cut_short(CLOSED)
+        self._batches = iter(loader)
+        self._epoch = loader._epoch
+
+    def close(self) -> None:
+        """End it: drop its batches. Does not wait. Idempotent."""
+        self._is_over = True
+        if (batches := self._batches) is not None:
+            batches.close()
 
 
 def _shard(rank: int, world_size: int) -> Shard:

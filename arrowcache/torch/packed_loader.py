@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.options import PackedArguments, takes
+from arrowcache.reading.options import LoaderOptions, PackedArguments, takes
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.sequences import SequenceAssembly
 from arrowcache.storage.recovery import HasStore, store_of
@@ -18,6 +19,7 @@ from arrowcache.torch.loader import Loader
 if TYPE_CHECKING:
     from typing import Unpack
 
+_DEFAULTS = {name: each.default for name, each in signature(LoaderOptions).parameters.items()}
 _SHUFFLES = ("rows", "window", None)
 _STORE_IT = "packed() makes no batches of rows: store what a transform makes, and give packed() that column"
 _ONCE = "each document comes once; choose documents by rows= or where="
@@ -90,7 +92,7 @@ def packed(
     length: int,
     *,
     batch_size: int,
-    seed: int = 0,
+    seed: int | None = None,
     split: bool = True,
     device: Device | None = None,
     **options: Unpack[PackedArguments],
@@ -113,11 +115,13 @@ def packed(
 
     Args:
         source: a Cache, the path of one, or a Loader: its cache, and its options where none are given here,
-            but for seed, columns and batch_size.
+            but for columns and batch_size, which are said here. An option of it that sequences cannot have,
+            such as workers, is an error.
         column: name of a Ragged column of numbers, such as `Ragged("int32")`. A row is a document.
         length: tokens of a sequence.
         batch_size: sequences of a batch, of one rank.
-        seed: selects the order of the documents, together with the epoch's number and the segments.
+        seed: selects the order of the documents, together with the epoch's number and the segments. None
+            means that of the Loader, else 0.
         split: True: documents are joined and cut where a sequence ends. No token is lost, and only the last
             sequence of an epoch has padding. False: documents stay whole, and each goes where it leaves the
             least padding (best-fit decreasing, over some thousand documents at a time): less than 1 % at
@@ -161,7 +165,9 @@ def packed(
     if chosen.get("shuffle") != "window" and "window_bytes" not in options:
         chosen.pop("window_bytes", None)  # of a loader with another shuffle
     packing = Packing.of(cache.settings.schema, column, length, batch_size, split)
-    return PackedLoader(_Opened(cache), packing, seed=seed, device=device, **chosen)
+    if seed is not None:
+        chosen["seed"] = seed
+    return PackedLoader(_Opened(cache), packing, device=device, **chosen)
 
 
 class _Opened(NamedTuple):
@@ -172,19 +178,24 @@ class _Opened(NamedTuple):
 
 def _options_of(loader: NumpyLoader) -> dict[str, Any]:
     """Return the options of a loader that those of `packed` are. Raises: ValueError: another one matters."""
+    if loader._face != NumpyLoader._face and not isinstance(loader, Loader):
+        raise TypeError(
+            f"{loader._face} has its arrays where its framework does, and packed() makes tensors of torch: "
+            "give packed() the cache"
+        )
     options = loader._options
     if options.transform is not None:
         raise ValueError(
             "the Loader has a transform, which is applied to batches of rows, and packed() makes none: give "
             "packed() the cache, and store what the transform makes"
         )
-    for name in ("weights", "batch_tokens", "with_ids"):
-        if getattr(options, name):
+    for name in ("weights", "batch_tokens", "with_ids", "drop_last", "workers", "worker_type"):
+        if getattr(options, name) != _DEFAULTS[name]:
             raise ValueError(
                 f"the Loader has {name}=, which packed() cannot have: {_INSTEAD[name]}. Give packed() a "
                 "Loader without it, or the cache"
             )
-    return {name: getattr(options, name) for name in PackedArguments.__annotations__}
+    return {name: getattr(options, name) for name in ("seed", *PackedArguments.__annotations__)}
 
 
 def _device_of(loader: NumpyLoader) -> Device | None:

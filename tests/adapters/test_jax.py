@@ -261,6 +261,17 @@ def test_numbers_in_parts_of_a_batch_are_jax_arrays_too_and_none_is_cut(cache):
         next(iter(loader))
 
 
+def test_a_masked_array_of_a_transform_is_refused(cache):
+    def masked(batch):
+        return {"a": [np.ma.array(batch["id"], mask=batch["id"] > 3)]}
+
+    with (
+        aj.Loader(cache, 16, transform=masked) as loader,
+        pytest.raises(TypeError, match=r"column 'a\.0' is a masked array"),
+    ):
+        next(iter(loader))
+
+
 def test_a_transform_that_returns_no_columns_is_told(cache):
     with (
         aj.Loader(cache, 16, transform=lambda batch: batch["id"]) as loader,

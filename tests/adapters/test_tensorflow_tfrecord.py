@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -185,6 +186,57 @@ def test_the_chosen_columns_are_written_and_parsed(full, tmp_path):
         with pytest.raises(ValueError, match="unknown column 'nam'"):
             choose(["nam"])
     assert not (tmp_path / "no").exists()
+
+
+ROWS = [
+    ("included", [0, 2, *range(4, 40)]), ("all", range(40)), ("hard", [0, 39]), ("0:2", [2]),
+    ([(0, 1), (0, 0)], [0]), (np.array([[0, 2], [0, 3]]), [2]),
+    (lambda columns: columns["id"] > 37, [38, 39]), ({"_seq": [0], "_row": [0]}, [0]),
+    (pc.field("id") < 4, [0, 2]),
+]  # fmt: skip
+
+
+def records_of(*files):
+    """The features of each record."""
+    records = tf.data.TFRecordDataset([str(file) for file in files])
+    return [tf.train.Example.FromString(record.numpy()).features.feature for record in records]
+
+
+@pytest.mark.parametrize(("rows", "ids"), ROWS)
+def test_the_rows_that_are_written_are_those_that_a_loader_would_read(cache, tmp_path, rows, ids):
+    with cache.writer() as writer:
+        writer.extend(id=range(40), x=np.zeros((40, 2, 3), np.float32), text=["a"] * 40)
+    cache.exclude([(0, 1), (0, 3)], reason="bad")
+    cache.tag([(0, 0), (0, 1), (2, 7)], "hard")
+    files = to_tfrecords(cache, tmp_path / "out", rows=rows)
+    assert [features["id"].int64_list.value[0] for features in records_of(*files)] == [*ids]
+    assert all(file.stat().st_size for file in files)
+    with ac.Loader(cache, 1, shuffle=None, rows=rows) as loader:
+        assert [int(batch["id"][0]) for batch in loader] == [*ids]
+
+
+def test_excluded_rows_are_left_out_unless_all_are_written_with_their_marks(cache, tmp_path):
+    from_tfrecords(write(tmp_path / "in", [small(number) for number in range(40)]), SMALL, cache, workers=1)
+    unmarked = records_of(*to_tfrecords(cache, tmp_path / "a", rows="all"))
+    assert {name for features in unmarked for name in features} == {*SMALL}, "no row is excluded"
+    cache.exclude([(0, 1), (2, 7)])
+    assert [*map(len, [*map(records_of, to_tfrecords(cache, tmp_path / "b"))])] == [15, 16, 7]
+    records = records_of(*to_tfrecords(cache, tmp_path / "c", columns=["id"], rows="all"))
+    marks = {each["id"].int64_list.value[0]: each["_excluded"].int64_list.value[0] for each in records}
+    assert marks == {number: number in (1, 39) for number in range(40)}
+    with ac.Cache.create(tmp_path / "back", SMALL, "1MiB") as back:
+        assert from_tfrecords(to_tfrecords(cache, tmp_path / "d", rows="all"), SMALL, back) == 40
+
+
+def test_rows_that_choose_nothing_are_an_error_and_make_no_folder(full, tmp_path):
+    with pytest.raises(ValueError, match="rows= chooses none of the 40 rows"):
+        to_tfrecords(full, tmp_path / "out", rows=lambda columns: columns["id"] < 0)
+    with pytest.raises(TypeError, match="rows must be"):
+        to_tfrecords(full, tmp_path / "out", rows=7)
+    full.exclude([(each.seq, row) for each in full.store.segments() for row in range(each.rows)])
+    with pytest.raises(ValueError, match="all 40 rows are excluded: rows='all' exports them"):
+        to_tfrecords(full, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_overwritten(full, tmp_path):

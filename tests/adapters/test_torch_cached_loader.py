@@ -146,6 +146,85 @@ def test_repeat_gives_one_epoch_after_another_and_a_state_tells_which(train):
         assert flat(itertools.islice(batches, 17)) == epochs[1][30:] + epochs[2]
 
 
+@pytest.mark.parametrize("taken", [3, 10, 13])
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda loader: loader.load_state_dict(loader.state_dict()), "a state was loaded"),
+        (lambda loader: next(iter(loader)), "a newer one began"),
+        (lambda loader: loader.close(), "the loader was closed"),
+    ],
+)
+def test_endless_batches_that_are_cut_short_raise_each_time(train, taken, device, act, says):
+    loader = Loader(train, 10, workers=0, device=device)
+    batches = loader.repeat()
+    assert len([*itertools.islice(batches, taken)]) == taken
+    act(loader)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=says):
+            next(batches)
+    loader.close()
+
+
+def test_endless_batches_that_their_consumer_closes_end_in_silence(train):
+    with Loader(train, 10, workers=0) as loader:
+        for taken in (0, 3, 10):
+            batches = loader.repeat()
+            assert len([*itertools.islice(batches, taken)]) == taken
+            batches.close()
+            assert [*batches] == []
+        assert sorted(flat(loader)) == [*range(LENGTH)]
+
+
+def test_an_error_in_place_of_an_endless_batch_comes_once(path):
+    def transform(item):
+        raise ValueError("this item is bad")
+
+    with cached(Numbers(8), path, capacity="16MiB", transform=transform) as train:
+        batches = Loader(train, 4, workers=0).repeat()
+        with pytest.raises(ValueError, match="is bad"):
+            next(batches)
+        assert [*batches] == []
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_threads_share_endless_batches_each_of_which_goes_to_one_of_them(path, stored):
+    with cached(Numbers(LENGTH), path, capacity="64MiB") as train:
+        if stored:
+            train.__getitems__([*range(LENGTH)])
+        with Loader(train, 5, workers=0) as loader:
+            batches, got, failed = loader.repeat(), [], []
+
+            def take():
+                try:
+                    got.extend(check(batch) for batch in itertools.islice(batches, 19))
+                except BaseException as error:
+                    failed.append(error)
+                    raise
+
+            threads = [threading.Thread(target=take) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert not failed
+    assert Counter(itertools.chain(*got)) == dict.fromkeys(range(LENGTH), 4)
+
+
+def test_a_forked_child_is_told_that_endless_batches_are_of_its_parent(train):
+    with Loader(train, 10, workers=0) as loader:
+        batches = loader.repeat()
+        next(batches)
+
+        def child():
+            with pytest.raises(ValueError, match="iterate anew here"):
+                next(batches)
+
+        with in_child(child):
+            assert len([*itertools.islice(batches, 12)]) == 12
+
+
 def test_the_order_is_that_of_seed_and_epoch_wherever_items_lie(path, tmp_path, train):
     with cached(Numbers(LENGTH), tmp_path / "other", capacity="64MiB") as other:
         other.__getitems__([*range(50, LENGTH)])

@@ -216,7 +216,7 @@ def test_a_path_a_cache_and_a_loader_will_do(cache, source):
         "path": lambda: cache.path,
         "cache": lambda: cache,
         "loader": lambda: ac.Loader(cache, 8, columns=["id"], window_bytes=None, **options),
-        "torch": lambda: Loader(cache, 8, device="cpu", workers=2, **options),
+        "torch": lambda: Loader(cache, 8, device="cpu", prefetch=3, **options),
     }
     made = sources[source]()
     given = {} if isinstance(made, ac.Loader) else options
@@ -235,6 +235,40 @@ def test_a_transform_of_a_loader_is_not_left_out_in_silence(cache):
         packed_of(loader)
     weights = {"weights": lambda columns: columns["_row"] + 1.0}
     with Loader(cache, 8, **weights) as loader, pytest.raises(ValueError, match="has weights"):
+        packed_of(loader)
+
+
+def test_the_seed_of_a_loader_holds_where_none_is_given(cache):
+    with ac.Loader(cache, 8, seed=5) as made:
+        for given, seed in (({}, 5), ({"seed": 0}, 0)):
+            with packed_of(made, **given) as loader, packed_of(cache, seed=seed) as other:
+                assert same([*loader], [*other])
+    with packed_of(cache, seed=5) as loader, packed_of(cache) as other:
+        assert not same([*loader], [*other])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"workers": 1}, {"workers": 2, "worker_type": "thread"}, {"drop_last": False}, {"with_ids": True},
+        {"batch_size": None, "batch_tokens": 99, "length_of": "tokens"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("face", [ac.Loader, Loader])
+def test_a_loader_with_an_option_that_sequences_cannot_have_is_refused(cache, face, option):
+    name = "batch_tokens" if "batch_tokens" in option else next(iter(option))
+    with (
+        face(cache, **{"batch_size": 8} | option) as loader,
+        pytest.raises(ValueError, match=f"the Loader has {name}=, which packed\\(\\) cannot have: "),
+    ):
+        packed_of(loader)
+
+
+def test_a_loader_of_another_framework_is_refused(cache):
+    class Others(ac.Loader):
+        _face = "a Loader of another framework"
+
+    with Others(cache, 8) as loader, pytest.raises(TypeError, match=r"another framework .* the cache"):
         packed_of(loader)
 
 

@@ -196,6 +196,20 @@ def test_all_rows_are_exported_with_their_marks_which_are_no_columns_of_another_
     assert ac.Cache.open(tmp_path / "back").schema == cache.schema
 
 
+@pytest.mark.parametrize("columns", [["id"], ["image", "_row"], ["id", "_excluded"], ["_tags"]])
+def test_an_excluded_row_keeps_its_mark_whatever_columns_are_named(cache, tmp_path, columns):
+    (plain,) = {tuple(pq.read_table(file).column_names) for file in export_parquet(
+        cache, tmp_path / "plain", columns, rows="all"
+    )}  # fmt: skip
+    assert plain == tuple(columns), "no row is excluded"
+    cache.exclude([(0, 1), (2, 0)])
+    files = export_parquet(cache, tmp_path / "out", columns, rows="all")
+    table = pa.concat_tables([pq.read_table(file) for file in files])
+    assert table.column_names == [*columns, *{"_excluded"}.difference(columns)]
+    assert np.flatnonzero(table["_excluded"].to_numpy()).tolist() == [1, 32]
+    assert pq.read_table(export_parquet(cache, tmp_path / "rest", columns)[0]).column_names == columns
+
+
 def test_ids_and_notes_can_be_named_as_columns(cache, tmp_path):
     cache.tag([(1, 3)], "hard")
     (file,) = export_parquet(cache, tmp_path / "out", ["_row", "id", "_seq", "_tags"], rows="hard")

@@ -286,6 +286,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"row_ids": [0.5]}, TypeError, "row_ids"),
             ({"row_ids": [[1, 2]]}, TypeError, "row_ids"),
             ({"row_ids": 3}, TypeError, "row_ids"),
+            ({"row_ids": np.ma.array([1, 2], mask=[0, 1])}, TypeError, "row_ids are a masked array"),
             ({"row_ids": [True, False]}, TypeError, "row_ids"),
             ({"row_ids": ["a"]}, TypeError, "row_ids"),
             ({"row_ids": np.zeros((0, 2), np.int64)}, TypeError, "row_ids"),

@@ -124,6 +124,10 @@ REFUSED = [
     *((ac.Tensor("float64", np.shape(values)), values) for values in (
         [2**63 + 1, -1], [2**53 + 1, 0.5], [[2**53 + 1, 0.5]])),
     (ac.Tensor("float32", (2,)), np.ma.masked_equal(np.float32([1, 2]), 2), "masked"),
+    (ac.Tensor("float32", (1, 2)), [np.ma.masked_equal(np.float32([1, 2]), 2)], "masked"),
+    (ac.Tensor("float64", (2,)), [np.ma.masked, 1.0], "masked"),
+    (ac.Tensor("float32", (1, 1, 2)), [([1.0, 2.0],), (np.ma.array([1.0, 2.0]),)][1:], "masked"),
+    (ac.Timestamp(), np.ma.array(np.datetime64(1, "us"), mask=True), "masked"),
     # what is no number
     *((ac.Tensor("float64"), value) for value in (
         None, "text", b"bytes", object(), {"a": 1}, [[1], [1, 2]], np.array(["a"]), [None], {1, 2})),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from operator import attrgetter
 from typing import ClassVar
 
@@ -512,6 +513,23 @@ def test_without_any_annotation_weights_of_a_name_give_a_warning_until_there_is_
         with pytest.raises(ValueError, match=r"weights='priorty' is neither.*did you mean 'priority'"):
             iter(loader)
     assert cache.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["ID", "idd", "lables", "labe"])
+def test_without_any_annotation_a_name_like_a_columns_is_refused_unless_it_is_expected(tmp_path, name):
+    cache = ac.Cache.create(tmp_path / "c", {"id": ac.Tensor("int64"), "label": ac.Tensor("int64")}, "1MiB")
+    with cache.writer() as writer:
+        writer.extend(id=range(9), label=range(9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(
+            ValueError,
+            match=f"weights='{name}' is neither .*did you mean.* there is no annotation, and there are the "
+            f"columns id, label; pass expect='{name}'",
+        ):
+            Loader(cache, 3, weights=name)
+        with Loader(cache, 3, weights=name, expect=name) as loader:
+            assert len(ids_of(loader)) == 9
 
 
 def test_annotations_that_left_after_the_loader_was_made_do_not_end_it(cache):

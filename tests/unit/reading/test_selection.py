@@ -166,6 +166,11 @@ def test_what_says_no_rows_is_refused_at_once(cache, rows, error, words):
         (lambda columns: columns["id"], TypeError, "dtype int64 and shape"),
         (lambda columns: [True], TypeError, r"shape \(1,\)"),
         (
+            lambda columns: np.ma.array(columns["id"] < 3, mask=columns["id"] > 1),
+            TypeError,
+            r"rows= gave for segment 0 a masked array.*\.filled\(False\)",
+        ),
+        (
             lambda columns: columns["loss"] > 1,
             KeyError,
             "no column 'loss'.*there are id, image, _seq, _row, _age_seconds",

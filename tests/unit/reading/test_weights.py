@@ -532,6 +532,16 @@ def test_what_cannot_weigh_is_refused_at_once(cache, options, error, words):
         (lambda columns: np.where(columns["id"] == 17, np.nan, 1), ValueError, "row 1:1 has the weight nan"),
         (lambda columns: np.where(columns["id"] == 17, np.inf, 1), ValueError, "row 1:1 has the weight inf"),
         (lambda columns: columns["id"] * 0, ValueError, "all 160 rows have the weight 0"),
+        (
+            lambda columns: np.ma.array(np.ones(16), mask=columns["id"] > 1),
+            TypeError,
+            r"weights= gave for segment 0 a masked array.*\.filled\(0\)",
+        ),
+        (
+            lambda columns: [np.ma.masked, *range(15)],
+            TypeError,
+            "weights= gave for segment 0 a masked array, whose mask would be lost",
+        ),
         (lambda columns: 1.0, TypeError, r"shape \(\) for the 16 rows of segment 0"),
         (lambda columns: ["a"] * 16, TypeError, "return a number for each row"),
     ],

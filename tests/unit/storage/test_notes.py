@@ -94,8 +94,10 @@ def nbytes_of(cache):
 def test_the_latest_note_on_each_matter_counts(cache, seed):
     """Beside a model of dicts, in files that are merged again and again."""
     rng = random.Random(seed)
-    model = {"excluded": set(), "hard": set(), "odd": set()}
+    model = {"excluded": set(), "hard": {ALL[0]}, "odd": {ALL[0]}}
     losses, norms = {}, {}
+    for tag in ("hard", "odd"):  # a tag that no row had cannot be taken off
+        cache.tag(ALL[:1], tag)
     other = ac.Cache.open(cache.path)
     for _ in range(60):
         rows = rng.choices(ALL, k=rng.choice([1, 1, 3, 40]))
@@ -175,6 +177,38 @@ def test_rows_that_left_are_passed_over_and_rows_that_never_were_refused(cache):
             cache.tag(ids, "hard")
 
 
+@pytest.mark.parametrize("where", ["own", "another's"])
+def test_a_value_of_a_row_that_never_was_is_refused_and_of_one_that_left_passed_over(cache, where):
+    noting = cache if where == "own" else ac.Cache.open(cache.path)
+    noting.annotate(ALL, loss=1)
+    for ids, why in [((1, 16), "has 16 rows, from 0 on"), ((4, 0), "the next one gets 4")]:
+        with pytest.raises(IndexError, match=f"never was in the cache.*{why}"):
+            noting.annotate([(0, 0), ids], loss=[2, 2])
+    cache.evict(1)
+    publish(cache, 1)
+    noting.annotate([(0, 0), (4, 0), (1, 0)], loss=[3, 4, 5])
+    with pytest.raises(IndexError, match="the next one gets 5"):
+        noting.annotate((5, 0), loss=[2])
+    noting.close()
+    notes, rows = notes_of(ac.Cache.open(cache.path))
+    expected = np.r_[5.0, np.ones(47), 4.0, np.full(15, np.nan)]  # of segments 1 to 4
+    assert np.array_equal(notes.values(rows, "loss"), expected, equal_nan=True)
+
+
+def test_a_tag_that_no_row_had_is_taken_off_none(cache):
+    with pytest.raises(ValueError, match="no row has the tag 'hard': there is none yet"):
+        cache.untag((0, 0), "hard")
+    cache.tag((0, 0), "hard")
+    for tag in ("hrad", "Hard"):
+        with pytest.raises(
+            ValueError, match=f"no row has the tag '{tag}': did you mean 'hard'.*there are 'hard'"
+        ):
+            cache.untag([(0, 0), (0, 1)], tag)
+    assert [cache.untag([(0, 0), (0, 1)], "hard") for _ in range(2)] == [2, 2], "it may be called twice"
+    cache.evict(1)
+    assert cache.untag((0, 0), "other") == 0, "of rows that left nothing is said"
+
+
 def test_notes_on_rows_that_left_are_dropped_as_files_are_merged(cache):
     for number in range(40):
         cache.tag(ALL, f"tag {number}")
@@ -220,6 +254,12 @@ def test_notes_on_rows_that_left_are_dropped_as_files_are_merged(cache):
         (lambda cache: cache.tag((0, 0), "caf\udce9"), ValueError, "a tag is .* which UTF-8 cannot hold"),
         (lambda cache: cache.annotate((0, 0), loss=[1, 2]), ValueError, r"shape \(2,\) .* there are 1 ids"),
         (lambda cache: cache.annotate((0, 0), loss="high"), ValueError, "give a number for each, or one"),
+        (
+            lambda cache: cache.annotate([(0, 0), (0, 1)], loss=np.ma.array([1, 2], mask=[0, 1])),
+            TypeError,
+            "loss came as a masked array",
+        ),
+        (lambda cache: cache.annotate([(0, 0)], loss=[np.ma.masked]), TypeError, "loss came as a masked"),
         (lambda cache: cache.annotate((0, 0), loss=[[1]]), ValueError, r"shape \(1, 1\)"),
     ],
 )
@@ -626,7 +666,10 @@ def test_of_a_million_rows_that_cannot_be_written_the_oldest_are_lost_and_no_tra
 
 
 def test_a_row_that_no_segment_can_have_is_no_other_row(cache):
-    cache.annotate([(0, 2**32 + 5), (0, 3)], loss=1)
+    with pytest.raises(IndexError, match="row 0:4294967301 .* never was in the cache"):
+        cache.annotate([(0, 3), (0, 2**32 + 5)], loss=1)
+    assert values(cache, "loss") == {}
+    Notes(cache.store).annotate({"loss": (np.array([(0, 2**32 + 5), (0, 3)]), np.ones(2))})
     assert values(cache, "loss") == {(0, 3): 1.0}
 
 

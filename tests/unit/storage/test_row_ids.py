@@ -101,6 +101,8 @@ def test_no_id_is_none(none):
         ({"_seq": [1, 2], "_row": [3]}, ValueError, "ids have 2 of _seq and 1 of _row"),
         ({"_seq": [1, np.nan], "_row": [3, 4]}, TypeError, "_seq[1] is nan, of float64, which is no int"),
         ({"_seq": [1, 2], "_row": [3, None]}, TypeError, "_row[1] is None, which is no int"),
+        (np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [1, 1]]), TypeError, "ids came as a masked array"),
+        ({"_seq": np.ma.array([1, 2], mask=[0, 1]), "_row": [3, 4]}, TypeError, "came as a masked array"),
         ({"_seq": [[1]], "_row": [[3]]}, ValueError, "column '_seq' has shape (1, 1)"),
     ],
 )  # fmt: skip

@@ -76,8 +76,8 @@ class Patience:
         """Call `take`, which leases nothing while it returns None, until a snapshot comes. Ctrl-C ends it.
 
         Returns: the snapshot, or None if the wait was cancelled.
-        Raises: LoaderTimeoutError: the wait is over; or no more rows come, and there is no other rank that may
-            be about to start the samplers. The message says why.
+        Raises: LoaderTimeoutError: the wait is over; or no more rows come, and no other rank is there that
+            may be about to start the samplers. The message says why.
         """
         snapshot = self._try(take, wait) if self._is_due() else None
         if snapshot is not None:

@@ -367,11 +367,7 @@ class Epochs:
                     snapshot = self._agreed(epoch, planned.position, retake)
             elif wait is not None:
                 patience = Patience(
-                    self.supply,
-                    options,
-                    self._shard.world_size,
-                    self._meter,
-                    with_ranks=self._agreement is not None,
+                    self.supply, options, self._shard.world_size, self._meter, self._agreement
                 )
                 snapshot = patience.wait(partial(self._take, epoch, ahead=ahead), wait)
             else:

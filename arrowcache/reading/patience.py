@@ -2,19 +2,22 @@
 
 A wait holds neither cache.lock nor a lease. It asks the folder for changes, some twenty times a
 second, and tries again only after a change. As long as some sampler of the cache draws, it does
-not give up, unless published segments bring it no rows.
+not give up, unless published segments bring it no rows. Where nobody writes it gives up after a second, of
+several ranks once all of the node have waited so long together: until then one may start samplers.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import NamedTuple
 
 from arrowcache.errors import LoaderTimeoutError
 from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.ranks import Agreement
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.supply import Supply
@@ -41,7 +44,7 @@ class Patience:
     """One wait. It ends after the timeout without rows, and without a sampler that draws some.
 
     Args:
-        with_ranks: also try again after other ranks of the job changed something.
+        agreement: with other ranks of the job. It also tries again after they changed something.
     """
 
     def __init__(
@@ -50,20 +53,20 @@ class Patience:
         options: LoaderOptions,
         world_size: int,
         meter: Meter,
-        *,
-        with_ranks: bool,
+        agreement: Agreement | None,
     ) -> None:
         self._supply, self._store, self._meter = supply, supply.store, meter
-        self._options, self._world_size = options, world_size
+        self._options, self._world_size, self._agreement = options, world_size, agreement
         self._timeout_seconds = options.timeout
         folder = self._store.folder
         self._watched = [folder.segments, folder.usage, folder.notes, folder.path / CACHE_JSON]
-        if with_ranks:
+        if agreement is not None:
             self._watched.append(folder.ranks)
         self._began = self._tried = self._changed = time.monotonic()
         self._seen: list[int] | None = None
         self._pause = _LEAST_PAUSE_SECONDS
         self._looked = self._unwritten_since = 0.0
+        self._ranks_looked, self._all_waited_since = 0.0, math.inf
         self._samplers: list[SeenSampler] = []
         self._most_rows = -1  # no try yet: rows of the first try were not published meanwhile
         self._ends = self._ends_then = (-1, -1)  # oldest and newest segment: now, and when rows last grew
@@ -79,11 +82,15 @@ class Patience:
         snapshot = self._try(take, wait) if self._is_due() else None
         if snapshot is not None:
             return snapshot
-        with self._store.usage.show_waiting():  # samplers do not wait for training meanwhile
+        with ExitStack() as shown:
+            shown.enter_context(self._store.usage.show_waiting())  # samplers do not wait for training now
+            if self._agreement is not None:
+                shown.enter_context(self._agreement.show_waiting())
             while snapshot is None and not wait.is_cancelled():
                 if self._is_over():
                     raise LoaderTimeoutError(self._why_late())
-                if (why := self._why_never()) and self._world_size == 1:  # asked always: it looks who writes
+                no_rank_starts, why = self._no_rank_starts(), self._why_never()  # both always: they look
+                if why and no_rank_starts:
                     raise LoaderTimeoutError(why)
                 with self._meter.stage(self._stage()), self._choosing():
                     time.sleep(self._pause)
@@ -171,6 +178,20 @@ class Patience:
             return False
         self._look()
         return not self._at_work()
+
+    def _no_rank_starts(self) -> bool:
+        """True if there is no other rank that may be about to start samplers: for a second all have waited.
+
+        It stays true: who was seen to wait may have given up first.
+        """
+        if self._world_size == 1 or self._agreement is None:
+            return True
+        now = time.monotonic()
+        if now - self._ranks_looked > _LOOK_SECONDS:
+            self._ranks_looked = now
+            if self._all_waited_since > now and self._agreement.all_wait():
+                self._all_waited_since = now
+        return now - self._all_waited_since >= _GRACE_SECONDS
 
     def _look(self) -> None:
         with suppress(OSError):

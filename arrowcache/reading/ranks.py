@@ -17,7 +17,8 @@ those segments. This module owns the file and a lease on its segments; the loade
 Guarantees:
 - ranks that join one file read the same rows, in the same order, or an error says why not;
 - holding is a kernel lock: a rank that is killed leaves nothing that a person must clean;
-- no rank waits for another here, and one that waits for rows holds nothing of that epoch;
+- no rank waits for another here, and one that waits for rows holds nothing of that epoch, but shows that it
+  waits: once all ranks of this node do, none of them is about to start samplers;
 - where a user's function chooses the rows, one rank asks it: `snapshot` returns None to others meanwhile;
 - a path is never made of the text of a file or a user: a run's name goes through `ranks_name`;
 - ending an epoch is safe in any thread, finalizers and forked children included. A child is
@@ -144,6 +145,20 @@ class Agreement:
         if not ahead:
             self.came_to(epoch)
         return mine if theirs is None else theirs
+
+    def show_waiting(self) -> ExitStack:
+        """Show that this rank waits for rows, until it is closed or dropped, or this process dies."""
+        return self._store.usage.show_rank(self._waits, self._membership.rank)
+
+    def all_wait(self) -> bool:
+        """True if all ranks of this node, which are numbered one after another, wait for rows now."""
+        rank, count = self._membership.rank, self._membership.local_world_size
+        first = rank - rank % count
+        return self._store.usage.all_shown(self._waits, range(first, first + count))
+
+    @property
+    def _waits(self) -> str:
+        return f"waits {self._number} {self._membership.run}"
 
     def came_to(self, epoch: int) -> None:
         """Record that this rank has begun an epoch: beginning it once more is agreed on anew."""

@@ -7,7 +7,8 @@ disk gets the counts of evicted segments back, a page at a time.
 
 Two bytes far behind the counts are signs, share-locked until who shows one ends or dies: one by each loader
 that waits, so that samplers know; one by each writer that is open and each pool with tasks left, so that
-loaders know. Of those behind them each is of one epoch, and locked by the rank that chooses its rows.
+loaders know. Of those behind them each is of one epoch, and locked by the rank that chooses its rows; or of
+one rank, and share-locked by it while it waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from arrowcache.storage.locks import LockFile
 _COUNT = np.dtype("<u4")
 _MOST_COUNT = 2**32 - 1
 _LOADER_WAITS, _SOMEBODY_WRITES = 2**62, 2**62 + 1  # the bytes that are signs
-_EPOCHS = 2**62 + 2  # the bytes from here on are of epochs
+_EPOCHS = 2**62 + 2  # the bytes from here on are of epochs, and of ranks that wait
 _PAGE_COUNTS = 4096 // _COUNT.itemsize
 
 
@@ -141,9 +142,18 @@ class Usage:
             is_alone = True
             with suppress(OSError):
                 file = held.enter_context(LockFile(self._folder.usage))
-                place = _EPOCHS + (xxh3_64_intdigest(name.encode()) >> 3)
-                is_alone = file.try_range(place, 1, exclusive=True)
+                is_alone = file.try_range(_sign_of(name), 1, exclusive=True)
             yield is_alone
+
+    def show_rank(self, name: str, rank: int) -> ExitStack:
+        """Show that one of several ranks with a name in common waits, as `show_writing`."""
+        return self._show(_sign_of(name) + rank)
+
+    def all_shown(self, name: str, ranks: range) -> bool:
+        """True if each of these ranks waits, as `show_rank` shows. False where it cannot be told."""
+        with suppress(OSError):
+            return all(self._is_shown(_sign_of(name) + rank) for rank in ranks)
+        return False
 
     def _show(self, sign: int) -> ExitStack:
         shown = ExitStack()
@@ -172,6 +182,11 @@ class Usage:
 def _counts(data: bytes, count: int) -> NDArray[np.int64]:
     """Return so many counts. Those behind the end of the file are 0."""
     return np.frombuffer(data.ljust(count * _COUNT.itemsize, b"\0"), _COUNT).astype(np.int64)
+
+
+def _sign_of(name: str) -> int:
+    """The first of the bytes that are signs of a name."""
+    return _EPOCHS + (xxh3_64_intdigest(name.encode()) >> 3)
 
 
 def _place(seq: int | np.int64) -> int:

@@ -67,7 +67,9 @@ class CachedEpoch:
         self._origin = Origin()
         self._under_way: deque[tuple[NDArray[np.int64], Begun | None]] = deque()
         self._begun = self._taken = self.delivered = 0  # steps
-        self._batch_bytes = 1  # of the last batch
+        fixed = train.form.schema.fixed.values() if slots is not None else ()
+        #: Of the last batch; at first what its columns of fixed width have at least.
+        self._batch_bytes = max(1, order.batch_size * sum(kind.row_bytes for kind in fixed))
         self._empty_steps = 0  # since the last batch: all their items were left out
         self._error = ""  # of the last item that was left out, until a batch is made
         self._stands_in: int | None = None  # an item of a batch that was made

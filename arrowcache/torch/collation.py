@@ -39,24 +39,31 @@ def batch_of(form: ExactForm, columns: Mapping[str, ColumnData]) -> Any:
     Raises: SchemaError: a mapping shows other values than those that it holds.
     """
 
-    def of(part: Part, first: Callable[[], Any]) -> Any:
-        """Return the batch of a part. `first` gives that part of the first item."""
-        if isinstance(part, Leaf):
-            return _leaf(part, form.schema[part.name], columns[part.name])
-        assert isinstance(part, Node)
-        children: list[Any] = []
-        for at, each in enumerate(part.parts):
-            if isinstance(each, Same):
-                children.append(None if each.at is None else children[each.at])
-            else:
-                children.append(of(each, lambda at=at: parts_of(first())[at]))  # type: ignore[misc]
-        return _batch_of_node(part, children, first)
-
     @functools.cache
     def first_item() -> Any:
         return form.items({name: _first_of(column) for name, column in columns.items()})[0]
 
-    return of(form.root, first_item)
+    return _batch_of_part(form.root, form, columns, first_item)
+
+
+def _batch_of_part(
+    part: Part, form: ExactForm, columns: Mapping[str, ColumnData], first: Callable[[], Any]
+) -> Any:
+    """Return the batch of a part. `first` gives that part of the first item.
+
+    No function refers to itself here: it would keep the batch's memory until Python looks for cycles.
+    """
+    if isinstance(part, Leaf):
+        return _leaf(part, form.schema[part.name], columns[part.name])
+    assert isinstance(part, Node)
+    children: list[Any] = []
+    for at, each in enumerate(part.parts):
+        if isinstance(each, Same):
+            children.append(None if each.at is None else children[each.at])
+        else:
+            first_part = lambda at=at: parts_of(first())[at]  # noqa: E731
+            children.append(_batch_of_part(each, form, columns, first_part))
+    return _batch_of_node(part, children, first)
 
 
 def _first_of(column: ColumnData) -> ColumnData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
@@ -27,6 +28,7 @@ from quick import SEED, one_in
 from torch.utils.data import DataLoader, get_worker_info
 
 import arrowcache as ac
+from arrowcache.reading import temperature
 from arrowcache.storage.counters import COUNTERS_LINK
 from arrowcache.torch import CachedLoader, Loader, cached
 
@@ -84,6 +86,31 @@ def test_a_batch_is_that_of_a_dataloader_whether_its_items_are_made_or_read(path
     assert same(*batches)
     if stock is not None:
         assert same(batches[0], stock)
+
+
+def test_a_batch_that_nobody_keeps_gives_its_memory_back_without_the_garbage_collector(path):
+    items = [{"x": torch.full((64,), float(n)), "more": (n,)} for n in range(64)]
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        train.fill(workers=0, progress=False)
+        with Loader(train, 1, workers=0, prefetch=0) as loader:
+            gc.collect()
+            gc.disable()
+            try:
+                assert sum(1 for _ in loader) == 64
+            finally:
+                gc.enable()
+            assert loader.stats().slot_growths <= 8, "four batches at a time, of two columns"
+
+
+def test_the_first_batches_of_large_items_take_no_more_memory_than_later_ones(path, monkeypatch):
+    monkeypatch.setattr(temperature, "_AHEAD_BYTES", 1 << 20)
+    items = [torch.full((16384,), float(n)) for n in range(64)]
+    with cached(Items(*items), path, capacity="16MiB") as train:
+        train.fill(workers=0, progress=False)
+    with cached(Items(*items), path, capacity="16MiB") as train, Loader(train, 1, workers=0) as loader:
+        next(iter(loader))
+        assert train.reader_here().temperature.is_cold, "so 16 batches are begun ahead, each of 64 KiB"
+        assert loader.stats().slot_bytes <= 20 * (64 << 10)
 
 
 def test_what_a_dataloader_refuses_comes_as_a_loader_gives_it(path):

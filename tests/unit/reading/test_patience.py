@@ -319,6 +319,30 @@ def test_of_several_ranks_one_step_is_that_of_all_and_the_whole_timeout_is_waite
         iter(loader)
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"), [(0, "is empty, and nobody"), (1, "has 1 row, one step of 2 ranks")]
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_that_all_wait_where_nobody_writes_are_told_before_the_timeout(cache, rows, says, is_late):
+    """None of them is about to start samplers."""
+    append_rows(cache, range(rows))
+    options = {"world_size": 2, "run_id": "job", "timeout": DEADLINE_SECONDS}
+    with (
+        Loader(cache, 4, rank=0, **options) as first,
+        Loader(cache, 4, rank=1, **options) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        waits = [pool.submit(iter, first)]
+        if is_late:
+            with pytest.raises(TimeoutError):
+                waits[0].result(2.5)  # longer than a loader that is alone would
+        waits.append(pool.submit(iter, second))
+        for each in waits:
+            with pytest.raises(ac.LoaderTimeoutError, match=says) as caught:
+                each.result()
+            assert "waited" not in str(caught.value)
+
+
 def test_a_rank_waits_for_the_samplers_that_another_rank_starts_late(cache):
     publish(cache, 1)
     epochs: list[object] = []

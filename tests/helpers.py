@@ -311,9 +311,9 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.002)
 
 
-def wait_for_sleep() -> None:
-    """Until the main thread of this process has slept for 20 looks: whatever it waits for, it is in that."""
-    stat, asleep = Path(f"/proc/self/task/{os.getpid()}/stat"), 0
+def wait_for_sleep(pid: int | None = None) -> None:
+    """Until the main thread of a process, this one by default, has slept for 20 looks: it is in its wait."""
+    stat, asleep = Path(f"/proc/{pid or os.getpid()}/stat"), 0
     while asleep < 20:
         asleep = asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
         time.sleep(0.002)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,8 @@ def to_polars(
         raise ImportError(
             "arrowcache.explore.to_polars needs polars, which is not installed: pip install polars"
         ) from error
+    # Its handler of Ctrl-C has waits go on: https://github.com/pola-rs/polars/issues/21739
+    signal.siginterrupt(signal.SIGINT, True)
     kinds, values = _oldest(cache, columns, limit)
     return pl.DataFrame({name: _polars(kind, values[name]) for name, kind in kinds.items()})
 

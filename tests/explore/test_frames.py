@@ -11,6 +11,7 @@ import pytest
 from every_type import ROWS, every_type
 from helpers import DEADLINE_SECONDS, EVERY_TYPE, make_cache, publish, seqs, wait_for_sleep
 from helpers import sample as row_of
+from processes import Script
 
 import arrowcache as ac
 from arrowcache import explore
@@ -76,6 +77,31 @@ def test_ctrl_c_ends_a_wait_of_a_test_though_polars_is_imported():
             held.acquire()
         ended.set()
         assert pressed.result()
+
+
+AFTER_POLARS = """
+    import signal, sys, threading
+    from arrowcache.explore import to_polars
+
+    to_polars(sys.argv[1])
+    held = threading.Lock()
+    held.acquire()
+    print("waits", flush=True)
+    try:
+        held.acquire()
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_wait_after_to_polars(cache):
+    """With its import polars has waits go on."""
+    with Script(AFTER_POLARS, cache.path, new_interpreter=True) as script:
+        assert script.line() == "waits"
+        wait_for_sleep(script.pid)
+        script.signal_group(signal.SIGINT)
+        assert script.line() == "ended"
 
 
 def test_a_path_will_do(cache):

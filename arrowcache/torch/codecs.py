@@ -17,6 +17,10 @@ leaves.py has the first, images.py the last. Pure.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
 import functools
 import inspect
 import json
@@ -183,7 +187,7 @@ class ExactForm(ItemForm):
         keys: Any = []
         if isinstance(one, Mapping):
             keys = _tried(list, one)
-            if keys != _tried(list, other):
+            if (keys, _tried(len, one)) != (_tried(list, other), _tried(len, other)):
                 return ""
         elif isinstance(one, tuple):
             keys = range(len(one))
@@ -209,7 +213,7 @@ class ExactForm(ItemForm):
     def _is_alike(self, one: Any, other: Any, within: tuple[tuple[Any, Any], ...]) -> bool:
         """True if two values that code of a user gives are the same, as far as a cache could tell.
 
-        Of other classes nothing is known: they are to be of one class.
+        Of values of other classes, that may change, nothing is known: they are to be of one class.
         """
         if type(one) is not type(other) or any(one is mine and other is its for mine, its in within):
             return type(one) is type(other)
@@ -220,7 +224,8 @@ class ExactForm(ItemForm):
                     self.leaf("", leaf)
                 return mine is its and is_same(one, other)
         except SchemaError:  # no item could have it
-            return True
+            left, right = (frozenset(each) if type(each) is set else each for each in (one, other))
+            return not (_has_no_state(left) and _has_no_state(right)) or _do_the_same(left, right)
         within = (*within, (one, other))
         return (mine.keys, mine.rest) == (its.keys, its.rest) and all(
             self._is_alike(left, right, within) for left, right in zip(mine.values, its.values, strict=True)
@@ -588,6 +593,7 @@ def _taken_apart(value: Any) -> list[Any] | None:
 
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None)),
+    *(dt.date, dt.timedelta, decimal.Decimal, fractions.Fraction, enum.Enum),
     *(type, np.generic, np.dtype, torch.dtype, torch.device, ModuleType),
 )
 

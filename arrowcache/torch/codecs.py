@@ -138,6 +138,8 @@ class ExactForm(ItemForm):
     def require_return(self, item: object, again: object) -> None:
         """Make sure that an item came back as a whole: a net under the rule.
 
+        It reads properties, once each where nothing differs. What these set on the item is undone.
+
         Args:
             item: as `chosen` returns it. again: what came back.
         Raises: SchemaError: names the value that did not.
@@ -193,10 +195,11 @@ class ExactForm(ItemForm):
             keys = range(len(one))
         else:
             keys, read = [field.name for field in dataclasses.fields(one)], getattr
+        held, copied = [*parts_of(one)], [*parts_of(other)]
+        are_held, are_copied = {*map(id, held)}, {*map(id, copied)}
         for key in keys or ():
             shows, again = _tried(read, one, key), _tried(read, other, key)
-            is_held = any(shows is each for each in parts_of(one))
-            if is_held and any(again is each for each in parts_of(other)):
+            if id(shows) in are_held and id(again) in are_copied:
                 continue
             if shows is not None and not self._is_alike(shows, again, ()):
                 return f".{key}"

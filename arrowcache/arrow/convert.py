@@ -212,9 +212,11 @@ def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:
             cast = _cast_exactly(array, dtype.numpy)
             if cast is not None:
                 return cast
+        way_out = f"round it yourself with np.asarray(value).astype({dtype.name!r})"
+        if array.dtype.kind in "iu" and dtype.kind in "biu":  # which would wrap around
+            way_out = "give the field a dtype that holds all of its values, in the schema"
         raise SchemaError(
-            f"field {name!r}: expected {dtype.name}, and {_shorten(value)} is not exactly one: "
-            f"round it yourself with np.asarray(value).astype({dtype.name!r})"
+            f"field {name!r}: expected {dtype.name}, and {_shorten(value)} is not exactly one: {way_out}"
         )
     if is_number and np.can_cast(array.dtype, dtype.numpy, "safe"):
         return array.astype(dtype.numpy)

@@ -619,7 +619,8 @@ def cached(
 
     An item is made once, by the dataset inside, and stored; from then on it is read. So what is random in an
     item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first
-    item is made here: it shows the columns.
+    item is made here: it shows the columns. Of a dataset with `__getitems__` the first two are asked of that,
+    too.
 
     An item comes back as it was made, or is refused with what to give in its place. So a subclass of what is
     named below is refused, unless named itself. What is not quite as it was:
@@ -633,7 +634,10 @@ def cached(
     - an image has its pixels, info and EXIF; its format and its file's class with all attributes go, so that
       files of several formats are alike. Files of several frames are refused, but of an MPO, as phones write
       it, the picture shown is stored;
-    - classes are those of this process' first item.
+    - classes, and the default_factory of a defaultdict, are those of this process' first item. A factory with
+      a state of its own is refused;
+    - a batch has ints as int64, as default_collate does; those of a column of uint64, as of a first item of
+      2**63 or more, as uint64.
 
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,

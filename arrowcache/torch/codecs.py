@@ -17,6 +17,10 @@ leaves.py has the first, images.py the last. Pure.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
 import functools
 import inspect
 import json
@@ -134,6 +138,8 @@ class ExactForm(ItemForm):
     def require_return(self, item: object, again: object) -> None:
         """Make sure that an item came back as a whole: a net under the rule.
 
+        It reads properties, once each where nothing differs. What these set on the item is undone.
+
         Args:
             item: as `chosen` returns it. again: what came back.
         Raises: SchemaError: names the value that did not.
@@ -183,16 +189,17 @@ class ExactForm(ItemForm):
         keys: Any = []
         if isinstance(one, Mapping):
             keys = _tried(list, one)
-            if keys != _tried(list, other):
+            if (keys, _tried(len, one)) != (_tried(list, other), _tried(len, other)):
                 return ""
         elif isinstance(one, tuple):
             keys = range(len(one))
         else:
             keys, read = [field.name for field in dataclasses.fields(one)], getattr
+        held, copied = [*parts_of(one)], [*parts_of(other)]
+        are_held, are_copied = {*map(id, held)}, {*map(id, copied)}
         for key in keys or ():
             shows, again = _tried(read, one, key), _tried(read, other, key)
-            is_held = any(shows is each for each in parts_of(one))
-            if is_held and any(again is each for each in parts_of(other)):
+            if id(shows) in are_held and id(again) in are_copied:
                 continue
             if shows is not None and not self._is_alike(shows, again, ()):
                 return f".{key}"
@@ -209,7 +216,7 @@ class ExactForm(ItemForm):
     def _is_alike(self, one: Any, other: Any, within: tuple[tuple[Any, Any], ...]) -> bool:
         """True if two values that code of a user gives are the same, as far as a cache could tell.
 
-        Of other classes nothing is known: they are to be of one class.
+        Of values of other classes, that may change, nothing is known: they are to be of one class.
         """
         if type(one) is not type(other) or any(one is mine and other is its for mine, its in within):
             return type(one) is type(other)
@@ -220,7 +227,8 @@ class ExactForm(ItemForm):
                     self.leaf("", leaf)
                 return mine is its and is_same(one, other)
         except SchemaError:  # no item could have it
-            return True
+            left, right = (frozenset(each) if type(each) is set else each for each in (one, other))
+            return not (_has_no_state(left) and _has_no_state(right)) or _do_the_same(left, right)
         within = (*within, (one, other))
         return (mine.keys, mine.rest) == (its.keys, its.rest) and all(
             self._is_alike(left, right, within) for left, right in zip(mine.values, its.values, strict=True)
@@ -588,6 +596,7 @@ def _taken_apart(value: Any) -> list[Any] | None:
 
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None)),
+    *(dt.date, dt.timedelta, decimal.Decimal, fractions.Fraction, enum.Enum),
     *(type, np.generic, np.dtype, torch.dtype, torch.device, ModuleType),
 )
 

@@ -654,7 +654,14 @@ def test_a_column_has_moments_of_pandas_and_its_no_moment_as_the_advice_makes_th
 
 
 ELSEWHERE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-BY_ID: dict[int, Any] = {}
+BY_ID: dict[Any, Any] = {}
+ALIVE: list[Any] = []  # whose ids are in there: else a copy may get one of them
+
+
+def keep(value, what, key=None):
+    BY_ID[id(value) if key is None else (id(value), key)] = what
+    ALIVE.append(value)
+    return value
 
 
 class Encoded(UserDict):
@@ -685,6 +692,30 @@ class Numbered:
         return BY_ID.get(id(self))
 
 
+@dataclasses.dataclass
+class Read:
+    """Its property is what is kept by the id of the object, in other values."""
+
+    a: int
+    of: str
+
+    @property
+    def more(self):
+        number = BY_ID.get(id(self), 0)
+        return {
+            "a list": [number, "a"],
+            "an array": (np.zeros(2), np.array([number])),
+            "a set": {number},
+            "a span": dt.timedelta(number),
+            "a dict": {"a": {"b": torch.tensor(number)}},
+        }[self.of]
+
+
+class Long(UserDict):
+    def __len__(self):
+        return 1 + BY_ID.get(id(self), 0)
+
+
 class Noted:
     """An attribute that is no field, and is kept by the id of the object."""
 
@@ -692,7 +723,7 @@ class Noted:
         return self if owner is None else BY_ID.get((id(owner), "note"), 0)
 
     def __set__(self, owner, value):
-        BY_ID[id(owner), "note"] = value
+        keep(owner, value, "note")
 
 
 class NotedDict(dict):
@@ -709,9 +740,11 @@ class NotedFields:
     note = Noted()
 
 
+READ = ["a list", "an array", "a set", "a span", "a dict"]
+
+
 def kept_by_id(value):
-    BY_ID[id(value)] = 1
-    return value
+    return keep(value, 1)
 
 
 class Registered:
@@ -723,7 +756,7 @@ class Registered:
         return BY_ID[id(owner)]
 
     def __set__(self, owner, value):
-        BY_ID[id(owner)] = value
+        keep(owner, value)
 
 
 @dataclasses.dataclass
@@ -770,7 +803,7 @@ class Elsewhere(UserDict):
 
     def __init__(self, **named):
         super().__init__(dict.fromkeys(named, 0))
-        BY_ID[id(self)] = named
+        keep(self, named)
 
     def __getitem__(self, key):
         return BY_ID[id(self)][key]
@@ -811,6 +844,8 @@ def cyclic():
         (lambda: kept_by_id(Encoded(a=1)), "'tokens' does not come back"),
         (lambda: {"x": kept_by_id(OrderedEncoded(a=1))}, r"'x\.tokens' does not come back"),
         (lambda: kept_by_id(NamedEncoded(1)), "'tokens' does not come back"),
+        *((lambda of=of: kept_by_id(Read(1, of)), "'more' does not come back") for of in READ),
+        (lambda: kept_by_id(Long(a=1)), "the item does not come back"),
         (lambda: kept_by_id(NamedIndexed(1)), "'0' does not come back"),
         (lambda: kept_by_id(Numbered(1)), "'number' does not come back"),
         (lambda: with_attributes(NotedDict(a=1), note=2), "'note' does not come back"),

@@ -116,8 +116,11 @@ def test_not_a_number_and_infinity_are_floats_and_no_ints():
 REFUSED = [
     # a number that is not exactly one of the dtype
     *((ac.Tensor(name, np.shape(value)), value, f"expected {name}", f".astype('{name}')") for name, value in (
-        ("bool", 2), ("bool", 0.5), ("uint8", -1), ("uint8", 256), ("float32", 0.1), ("float32", 1j),
-        ("int64", 1.5), ("int8", [1, 300]), ("complex64", 0.1 + 0j))),
+        ("bool", 0.5), ("float32", 0.1), ("float32", 1j), ("float32", 2**24 + 1), ("int64", 1.5),
+        ("complex64", 0.1 + 0j))),
+    # likewise, where a cast would wrap around
+    *((ac.Tensor(name, np.shape(value)), value, f"expected {name}", "a dtype that holds") for name, value in (
+        ("bool", 2), ("uint8", -1), ("uint8", 256), ("int8", [1, 300]), ("int64", 2**63), ("uint64", -1))),
     *((ac.Tensor("bfloat16", np.shape(value)), value, "expected bfloat16") for value in (
         0.1, 257, 1e300, 1j, np.float32(1.5) * np.ones(1), np.ones(1), np.ones(1, np.int16), [1e300])),
     # what NumPy would round; what is converted by nobody in silence

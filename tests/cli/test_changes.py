@@ -245,11 +245,11 @@ def test_options_of_a_new_cache_that_one_that_is_there_has_not_are_refused(call,
     for option, says in (
         (
             ["--capacity", "2GB"],
-            "capacity 1048576 (1.0 MiB), and not 2000000000: leave capacity out, or resize it first, by arrow",
+            "capacity 1048576 (1.0 MiB), and not 2000000000: leave capacity out, or resize it first",
         ),
         (
             ["--segment-bytes", "1MiB"],
-            "segment-bytes 32768 (32.0 KiB), and not 1048576: leave --segment-bytes out, or give another path",
+            "segment-bytes 32768 (32.0 KiB), and not 1048576: leave --segment-bytes out, or give another",
         ),
     ):
         code, out, err = call("import", tmp_path / "a.parquet", tmp_path / "c", *option)

@@ -78,7 +78,8 @@ def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothin
 
 WORDS = ac.Schema({"word": ac.String()})
 SAID = [
-    {}, {"segment_bytes": "64KiB"}, {"segment_rows": 7}, {"headroom": 0.25}, {"durable": True}, {"headroom": 0},
+    {}, {"segment_bytes": "64KiB"}, {"segment_rows": 7}, {"headroom": 0.25}, {"durable": True},
+    {"headroom": 0},
     {"segment_bytes": "64KiB", "segment_rows": 7, "headroom": 0.25, "durable": True},
 ]  # fmt: skip
 

@@ -666,7 +666,7 @@ def test_of_a_million_rows_that_cannot_be_written_the_oldest_are_lost_and_no_tra
 
 
 def test_a_row_that_no_segment_can_have_is_no_other_row(cache):
-    with pytest.raises(IndexError, match="row 0:4294967301 .* never was in the cache"):
+    with pytest.raises(IndexError, match=r"row 0:4294967301 .* never was in the cache"):
         cache.annotate([(0, 3), (0, 2**32 + 5)], loss=1)
     assert values(cache, "loss") == {}
     Notes(cache.store).annotate({"loss": (np.array([(0, 2**32 + 5), (0, 3)]), np.ones(2))})

@@ -61,8 +61,8 @@ class Cache(Shown, Closable):
         capacity: int | str,
         segment_bytes: int | str | None = None,
         segment_rows: int | None = None,
-        headroom: float = 0.1,
-        durable: bool = False,
+        headroom: float | None = None,
+        durable: bool | None = None,
         exist_ok: bool = False,
         pace: Pace | None = None,
     ) -> Cache:
@@ -82,24 +82,34 @@ class Cache(Shown, Closable):
             segment_rows: rows of a full segment. None means as many as segment_bytes allows.
             headroom: share of the capacity, in [0, 1), that a loader's epoch leaves to writers if the cache
                 is nearly full and somebody writes, so that samplers go on while the epoch runs: it leaves out
-                the oldest rows. At least two segments. 0 leaves none: samplers wait for the epoch's end.
+                the oldest rows. At least two segments. 0 leaves none: samplers wait for the epoch's end. None
+                means 0.1.
             durable: sync each segment before it is published, and its name before publishing
                 returns. A power cut then loses no published segment, and nothing needs to be
                 checked after one. Each publish waits for the disk: a writer has some third (segments of
                 1 MiB) to half (64 MiB) of its speed. Otherwise a power cut may lose or damage the
                 segments of the last seconds; damaged ones are found, and quarantined, before a
-                row of them is read.
-            exist_ok: open an existing cache; another capacity resizes it, its other
-                settings stay.
+                row of them is read. None means False.
+            exist_ok: open an existing cache; another capacity resizes it, another pace is set. Its other
+                settings stay: they can be left out, or said as they are.
             pace: limits on how far training and sampling run ahead of each other, see `set_pace`. None means
                 no limit.
-        Raises: ValueError: sizes that do not fit together. FileExistsError: a cache exists.
-            CacheFormatError: the folder is not a cache. SchemaError: exist_ok and another
-            schema.
+        Raises: ValueError: sizes that do not fit together; exist_ok and another setting than the cache's that
+            is there. FileExistsError: a cache exists. CacheFormatError: the folder is not a cache.
+            SchemaError: exist_ok and another schema.
         """
-        settings = settings_of(Schema(schema), capacity, segment_bytes, segment_rows, headroom, durable)
+        schema = Schema(schema)
+        settings = settings_of(schema, capacity, segment_bytes, segment_rows, headroom, durable)
         require_pace(pace, settings)
-        cache = cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok))
+        is_said = {
+            "full_rows": segment_rows is not None,
+            # rows of a fixed size say how many bytes their segments have
+            "segment_bytes": segment_bytes is not None and (segment_rows is None or bool(schema.variable)),
+            "headroom": headroom is not None,
+            "durable": durable is not None,
+        }
+        said = [name for name, is_one in is_said.items() if is_one]
+        cache = cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok, said=said))
         if pace is not None and pace != cache.pace:
             cache.set_pace(pace)
         return cache

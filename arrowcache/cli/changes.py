@@ -17,8 +17,8 @@ from arrowcache.cli import complain
 from arrowcache.cli.app import AsJson, CachePath, SchemaText, app, schema_of, share_of, size_of
 from arrowcache.cli.printing import write_json, write_table
 from arrowcache.storage.ingest import Imported
-from arrowcache.storage.layout import CACHE_JSON, SegmentInfo, Settings, UsageRecord
-from arrowcache.storage.recovery import new_folders, remove_unused
+from arrowcache.storage.layout import SegmentInfo, Settings, UsageRecord
+from arrowcache.storage.recovery import new_folders, remove_unused, require_as_said
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 
@@ -223,7 +223,6 @@ def import_(
     wanted = None if schema is None else schema_of(schema)
     size = None if capacity is None else size_of(capacity, "--capacity")
     bound = None if segment_bytes is None else size_of(segment_bytes, "--segment-bytes")
-    is_there = (cache / CACHE_JSON).exists()
     is_new = not cache.exists() or (cache.is_dir() and not any(cache.iterdir()))
     if of_tfrecord == {True}:
         _import_tfrecords(files, cache, size, wanted, bound, again, json)
@@ -234,8 +233,6 @@ def import_(
         )
     from arrowcache.explore.parquet import ParquetImport
 
-    if is_there:
-        _say_what_stays(ac.Cache.open(cache).store.settings, size, bound)
     task = ParquetImport(files, cache, capacity=size, schema=wanted, segment_bytes=bound, again=again)
     before = UsageRecord() if task.store is None else task.store.usage.record()
     try:
@@ -282,7 +279,8 @@ def _import_tfrecords(
     made = new_folders(cache.absolute())
     if is_there or capacity is None or schema is None:
         opened = ac.Cache.open(cache)
-        _say_what_stays(opened.store.settings, capacity, None)
+        said = {"capacity_bytes": capacity, "segment_bytes": segment_bytes}
+        require_as_said(opened.store, {name: size for name, size in said.items() if size is not None})
     else:
         opened = ac.Cache.create(cache, schema, capacity, segment_bytes)
     before, task = opened.store.usage.record(), None
@@ -297,16 +295,6 @@ def _import_tfrecords(
             complain(_interrupted(task.imported.rows, None, cache, not is_there and not is_gone))
         raise
     _report_import(opened.store, task, before, json)
-
-
-def _say_what_stays(settings: Settings, capacity: int | None, segment_bytes: int | None) -> None:
-    """Options of a new cache do nothing to one that is there."""
-    if capacity is not None and capacity != settings.capacity_bytes:
-        has = format_bytes(settings.capacity_bytes)
-        complain(f"the cache is there already, with a capacity of {has}: `arrowcache resize` changes it")
-    if segment_bytes is not None and segment_bytes != settings.segment_bytes:
-        has = format_bytes(settings.segment_bytes)
-        complain(f"the cache is there already, with segments of up to {has}, and keeps them")
 
 
 def _interrupted(rows: int, total: int | None, cache: Path, was_made: bool) -> str:

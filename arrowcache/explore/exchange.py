@@ -179,7 +179,7 @@ def import_parquet(
     Args:
         files: a file, a folder of *.parquet in the order of their names, or several of either.
         cache: a cache, or the path of one; it is made there if `capacity` is given, unless it is there.
-        capacity: of a cache that is made, as in `Cache.create`.
+        capacity: of a cache that is made, as in `Cache.create`; one that is there has to have it.
         segment_bytes: likewise.
         schema: what to import; None: what the cache has, or of a new one what the first file has.
         again: import also rows that the cache has: they come twice then.

@@ -31,10 +31,10 @@ from arrowcache.limits import Limits
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.layout import CACHE_JSON
-from arrowcache.storage.recovery import is_free, new_folders, remove_unused, store_of
+from arrowcache.storage.recovery import is_free, new_folders, remove_unused, require_as_said, store_of
 from arrowcache.storage.sizing import settings_of
 from arrowcache.storage.store import Store
-from arrowcache.units import format_count
+from arrowcache.units import format_count, parse_bytes
 
 _GROUP_BYTES = 16 << 20  # of what is imported at a time
 _OF_ROWS = (*RESERVED_NAMES, EXCLUDED, REASON, TAGS)  # what a DataFrame of another cache says of rows
@@ -74,11 +74,19 @@ class ParquetImport:
             if not os.path.lexists(path / CACHE_JSON):
                 is_free(path)
                 wanted = wanted or _schema_of(self._paths[0])
-                settings = settings_of(wanted, capacity, segment_bytes, None, 0.1, False)
+                settings = settings_of(wanted, capacity, segment_bytes, None, None, None)
                 self._create = partial(Cache.create, path, wanted, capacity, segment_bytes)
                 self._folders = new_folders(path)
         if self._create is None:
             self.store = store_of(cache)
+            said = {
+                "capacity_bytes": ("capacity", capacity),
+                "segment_bytes": ("segment_bytes", segment_bytes),
+            }
+            require_as_said(
+                self.store,
+                {key: parse_bytes(size, name) for key, (name, size) in said.items() if size is not None},
+            )
             settings = self.store.settings
             if wanted is not None and dict(wanted) != dict(settings.schema):
                 differs = difference(settings.schema, wanted)

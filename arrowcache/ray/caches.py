@@ -24,8 +24,8 @@ NODE = "{node}"
 class NodeCaches:
     """The caches of a cluster: their places, and the arguments of `Cache.create` for them.
 
-    The other arguments are those of `Cache.create`. A cache that is there already is used, with its own
-    settings but the capacity.
+    The other arguments are those of `Cache.create`. A cache that is there already is used, as by `exist_ok`:
+    another capacity resizes it, and another setting is an error.
 
     Args:
         path: the folder on each node's own disk. `{node}` in it becomes the node's id, needed for a cluster
@@ -41,8 +41,8 @@ class NodeCaches:
     capacity: int | str
     segment_bytes: int | str | None = None
     segment_rows: int | None = None
-    headroom: float = 0.1
-    durable: bool = False
+    headroom: float | None = None
+    durable: bool | None = None
     nodes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:

@@ -64,7 +64,8 @@ class Loader(Closable):
             first rows if there are several ranks.
         transform: function called with each batch, ahead, in a worker thread or process. The loader yields
             its result.
-        workers: number of threads or processes that run the transform, at most 256. 0 means one thread.
+        workers: number of threads or processes that run the transform, at most 256. 0 means one thread,
+            whatever worker_type says, so that code may choose the number alone.
         worker_type: "process" (for transforms that hold the GIL; they must be picklable by cloudpickle, and
             return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes) or "thread" (for
             transforms that release it).

@@ -19,7 +19,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,10 +34,12 @@ from arrowcache.storage.layout import Settings
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.sizing import beyond_disk
 from arrowcache.storage.store import Store
+from arrowcache.units import format_bytes
 
 CHECKS = ("structure", "bytes")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _STICKY = "its sticky bit lets nobody but its owner evict here: have the owner take it away (chmod -R -t)"
+_ARGUMENTS = {"capacity_bytes": "capacity", "full_rows": "segment_rows"}  # of `Cache.create`
 
 
 class HasStore(Protocol):
@@ -59,10 +61,13 @@ def store_of(cache: HasStore | str | os.PathLike[str]) -> Store:
     return store
 
 
-def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
+def create_store(path: Path, settings: Settings, *, exist_ok: bool, said: Collection[str] = ()) -> Store:
     """Make a cache folder, or open the one that is there if `exist_ok`. Warns where the disk holds less.
 
-    Raises: FileExistsError, CacheFormatError (a folder of something else), SchemaError.
+    Args:
+        said: names of the settings that one that is there has to have, beside the schema.
+    Raises: FileExistsError, CacheFormatError (a folder of something else), SchemaError. ValueError: the one
+        that is there has another of the settings in `said`.
     """
     folder = Folder(path)
     exists = not is_free(path)
@@ -86,9 +91,30 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool) -> Store:
     store = open_store(path, check="structure")
     if store.settings.schema != settings.schema:
         raise SchemaError(f"{path} has another schema: {difference(store.settings.schema, settings.schema)}")
+    require_as_said(store, {name: getattr(settings, name) for name in said})
     if store.settings.capacity_bytes != settings.capacity_bytes:
         store.resize(settings.capacity_bytes)
     return store
+
+
+def require_as_said(store: Store, said: Mapping[str, object]) -> None:
+    """Make sure that a cache that is there already has what was said of it.
+
+    Args:
+        said: settings by their names.
+    Raises: ValueError: it has another one; names the argument that said it.
+    """
+    if said:
+        store.refresh_settings()
+    for name, wanted in said.items():
+        has, argument = getattr(store.settings, name), _ARGUMENTS.get(name, name)
+        if has != wanted:
+            way = "resize it first, by cache.resize()" if name == "capacity_bytes" else "give another path"
+            shown = f"{has} ({format_bytes(has)})" if name.endswith("_bytes") else f"{has}"
+            raise ValueError(
+                f"{store.folder.path} is there already, with {argument}={shown}, and not {wanted}: leave "
+                f"{argument} out, or {way}"
+            )
 
 
 def is_free(path: Path) -> bool:

@@ -11,6 +11,7 @@ from arrowcache.storage.pace import Pace
 from arrowcache.units import format_bytes, format_enough, parse_bytes, parse_count
 
 BOOKKEEPING_BYTES = 64 * 1024  # kept free for cache.json, pools/, ranks/ and folder blocks
+_HEADROOM = 0.1
 _LEAST_SEGMENTS = 4
 _DEFAULT_SEGMENTS, _DEFAULT_BYTES = (
     16,
@@ -29,17 +30,18 @@ def settings_of(
     capacity: int | str,
     segment_bytes: int | str | None,
     segment_rows: int | None,
-    headroom: float,
-    durable: bool,
+    headroom: float | None,
+    durable: bool | None,
     dataset: CachedItems | None = None,
 ) -> Settings:
     """The settings of a new cache; of the items of a dataset, if it is given.
 
     Args:
-        segment_bytes: None means as of `Cache.create`.
+        segment_bytes, headroom, durable: None means as of `Cache.create`.
     Raises: ValueError: sizes that do not fit together.
     """
     capacity_bytes = parse_bytes(capacity, "capacity")
+    headroom = _HEADROOM if headroom is None else headroom
     require_share(headroom, "headroom")
     paged = needs_gaps(schema)
     if segment_rows is not None:

@@ -239,16 +239,26 @@ def test_the_types_of_lists_are_said_by_a_schema(call, tmp_path):
     assert "cast it, or leave it out with --schema" in err
 
 
-def test_options_of_a_new_cache_change_none_that_is_there_and_that_is_said(call, tmp_path):
-    make_cache(tmp_path / "c", {"id": ac.Tensor("int64")})
+def test_options_of_a_new_cache_that_one_that_is_there_has_not_are_refused(call, tmp_path):
+    make_cache(tmp_path / "c", {"id": ac.Tensor("int64")}, segment_rows=None)
     pq.write_table(pa.table({"id": [1, 2]}), tmp_path / "a.parquet")
-    options = ["--capacity", "2GB", "--segment-bytes", "1MiB"]
-    code, out, err = call("import", tmp_path / "a.parquet", tmp_path / "c", *options)
-    assert code == OK
-    assert err.splitlines()[0] == (
-        "arrowcache: the cache is there already, with a capacity of 1.0 MiB: `arrowcache resize` changes it"
-    )
-    assert "keeps them" in err.splitlines()[1]
+    for option, says in (
+        (
+            ["--capacity", "2GB"],
+            "capacity 1048576 (1.0 MiB), and not 2000000000: leave capacity out, or resize it first",
+        ),
+        (
+            ["--segment-bytes", "1MiB"],
+            "segment-bytes 32768 (32.0 KiB), and not 1048576: leave --segment-bytes out, or give another",
+        ),
+    ):
+        code, out, err = call("import", tmp_path / "a.parquet", tmp_path / "c", *option)
+        assert (code, out) == (USAGE, "")
+        assert err.startswith(f"arrowcache: {tmp_path / 'c'} is there already, with --{says}")
+    assert ac.Cache.open(tmp_path / "c").stats().segments == 0
+    same = ["--capacity", "1MiB", "--segment-bytes", "32KiB"]
+    code, out, err = call("import", tmp_path / "a.parquet", tmp_path / "c", *same)
+    assert (code, err) == (OK, "")
     assert table(out)["capacity"][-1] == str(1 << 20)
 
 

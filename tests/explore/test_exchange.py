@@ -393,6 +393,25 @@ def test_an_existing_cache_is_written_into(cache, tmp_path):
     assert cache.stats().capacity_bytes == 1024 * 1024
 
 
+def test_an_import_into_a_cache_that_is_there_refuses_sizes_that_it_has_not(cache, tmp_path):
+    (file, *_) = export_parquet(cache, tmp_path / "out")
+    sizes = {"capacity": "1MiB", "segment_bytes": "64KiB"}
+    assert import_parquet(file, tmp_path / "new", **sizes) == 16
+    for given, says in (
+        ({"capacity": "2MiB"}, "resize it first"),
+        ({"segment_bytes": "32KiB"}, "another path"),
+    ):
+        for there in (tmp_path / "new", ac.Cache.open(tmp_path / "new")):
+            (name,) = given
+            with pytest.raises(
+                ValueError, match=f"is there already, with {name}=.*: leave {name} out, or .*{says}"
+            ):
+                import_parquet(file, there, again=True, **sizes | given)
+    assert import_parquet(file, tmp_path / "new", again=True, **sizes) == 16
+    ac.Cache.open(tmp_path / "new").resize("2MiB")
+    assert import_parquet(file, tmp_path / "new", again=True, segment_bytes="64KiB") == 16
+
+
 def test_a_small_cache_keeps_the_newest_rows(cache, tmp_path):
     publish(cache, segments=12)
     files = export_parquet(cache, tmp_path / "out")

@@ -86,6 +86,51 @@ def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothin
     assert published_ids(first) == list(range(32))
 
 
+WORDS = ac.Schema({"word": ac.String()})
+SAID = [
+    {}, {"segment_bytes": "64KiB"}, {"segment_rows": 7}, {"headroom": 0.25}, {"durable": True},
+    {"headroom": 0},
+    {"segment_bytes": "64KiB", "segment_rows": 7, "headroom": 0.25, "durable": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [ROW, WORDS], ids=["fixed", "variable"])
+@pytest.mark.parametrize("said", SAID)
+def test_creating_again_with_the_same_arguments_goes_on_also_after_a_resize(tmp_path, schema, said):
+    for capacity in ("1MiB", "2MiB", "1MiB"):
+        cache = ac.Cache.create(tmp_path / "cache", schema, "1MiB", exist_ok=True, **said)
+        settings = cache.store.settings
+        assert settings.capacity_bytes == 1 << 20
+        ac.Cache.create(tmp_path / "cache", schema, "1MiB", exist_ok=True)
+        cache.resize(capacity)
+        assert ac.Cache.open(tmp_path / "cache").store.settings == settings.with_capacity(
+            1 << 20 if capacity == "1MiB" else 2 << 20
+        )
+
+
+@pytest.mark.parametrize("schema", [ROW, WORDS], ids=["fixed", "variable"])
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"segment_bytes": "32KiB"}, r"segment_bytes=\d+ \(.*\), and not 32768"),
+        ({"segment_rows": 7}, "segment_rows=6, and not 7"),
+        ({"headroom": 0.1}, r"headroom=0\.25, and not 0\.1"),
+        ({"headroom": 0}, r"headroom=0\.25, and not 0\.0"),
+        ({"durable": False}, "durable=True, and not False"),
+    ],
+)
+def test_creating_again_with_another_setting_is_refused_and_changes_nothing(tmp_path, schema, said, says):
+    first = {"segment_bytes": "64KiB", "segment_rows": 6, "headroom": 0.25, "durable": True}
+    cache = ac.Cache.create(tmp_path / "cache", schema, "1MiB", **first)
+    before = (tmp_path / "cache/cache.json").read_bytes()
+    with pytest.raises(
+        ValueError, match=f"is there already, with {says}: leave .* out, or give another path"
+    ):
+        ac.Cache.create(tmp_path / "cache", schema, "2MiB", exist_ok=True, pace=ac.Pace(max_reuse=2), **said)
+    assert (tmp_path / "cache/cache.json").read_bytes() == before
+    assert cache.pace is None
+
+
 @pytest.mark.parametrize("rows", [1, 16, 100])
 def test_the_capacity_that_the_message_names_is_accepted_and_suffices(tmp_path, rows):
     with pytest.raises(ValueError, match="raise capacity to") as caught:
@@ -113,7 +158,7 @@ def test_making_a_cache_that_is_there_never_makes_it_smaller_than_its_segments_n
     sizes = {"capacity": "8MiB", "segment_bytes": "1MiB", "segment_rows": 900}
     publish(make_cache(tmp_path / "cache", **sizes), 3, rows=900)
     with pytest.raises(ValueError, match="under 4 segments"):
-        make_cache(tmp_path / "cache", capacity="1MB", exist_ok=True)
+        ac.Cache.create(tmp_path / "cache", ROW, capacity="1MB", exist_ok=True)
     cache = ac.Cache.open(tmp_path / "cache")
     assert len(seqs(cache)) == 3
     assert cache.stats().capacity_bytes == 8 << 20

@@ -92,7 +92,7 @@ def test_a_headroom_is_a_share(headroom):
     assert sized(headroom=headroom).headroom == headroom
 
 
-@pytest.mark.parametrize("headroom", [1, -0.001, 1.5, None, "0.1"])
+@pytest.mark.parametrize("headroom", [1, -0.001, 1.5, float("nan"), "0.1"])
 def test_another_headroom_is_refused(headroom):
     with pytest.raises(ValueError, match="0 <= headroom < 1"):
         sized(headroom=headroom)

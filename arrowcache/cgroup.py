@@ -1,4 +1,4 @@
-"""Control groups: the memory that the kernel lets this process have.
+"""Control groups, and limits of a process: the memory that the kernel lets this process have.
 
 A container, a batch job and a service each have a control group with a limit. Groups are nested like folders,
 and the kernel shows them as folders: each group around a process' own limits it too. /proc/<pid>/cgroup has
@@ -6,7 +6,8 @@ the names of a process' groups, /proc/<pid>/mountinfo the folders that show grou
 process' cgroup namespace: "/.." is the group around the namespace's own, whose name is unknown inside.
 
 There are two versions, and a machine may have both at a time: a version 1 hierarchy for memory, version 2
-for all. Standard library only.
+for all. A process' own limits, of addresses and data (RLIMIT_AS, RLIMIT_DATA), are in /proc/<pid>/limits.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from collections.abc import Iterator
 
 _GROUP = re.compile(r"^(\d+):([^:]*):(/.*)", re.MULTILINE)
 _MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .* - (\S+) \S* (\S+)", re.MULTILINE)  # see `_mounts`
+_OWN = re.compile(r"^Max (?:address space|data size) +(\d+)", re.MULTILINE)  # else "unlimited"
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in a path of mountinfo
 _LIMITS = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}  # by the mount's type
 
 
 def memory_bytes(process: str | os.PathLike[str] = "/proc/self") -> int:
-    """Return the memory that a process may use: the machine's, or the least limit of its control groups.
+    """Return the memory that a process may use: the machine's, or its least limit, or its control groups'.
 
     A limit that cannot be read is ignored. So is `memory.high`: above it the kernel slows a group
     down, and refuses nothing. Limits change while processes run, so each call reads them: less than 1 ms.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_limits(process)])
+    own = map(int, _OWN.findall(_read(os.path.join(process, "limits"))))
+    return min([machine, *own, *_limits(process)])
 
 
 def _limits(process: str | os.PathLike[str]) -> Iterator[int]:

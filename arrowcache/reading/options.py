@@ -187,9 +187,11 @@ class LoaderOptions:
 
     @property
     def chosen_by(self) -> tuple[str, ...]:
-        """The arguments that look at all rows as an epoch begins."""
+        """The arguments that look at all rows, or segments, as an epoch begins."""
         given = {
-            "rows": callable(self.rows) or is_expression(self.rows),
+            "where": self.where is not None,
+            "rows": callable(self.rows),
+            "an expression in rows": is_expression(self.rows),
             "weights": self.weights is not None,
             "batch_tokens": self.budget is not None,
         }

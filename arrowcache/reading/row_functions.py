@@ -2,14 +2,15 @@
 
 A Python function gets the columns of one segment at a time. It is called again for each epoch and segment,
 since it may look at what changes elsewhere; its results are not kept. The columns that it read are, up to a
-sixteenth of the memory, those that came first. A `pyarrow.compute` expression reads no state: its result for
-a segment is kept while the segment is there, 1 byte a row, or 8 of weights. With annotations it is kept until
-there are newer ones.
+sixteenth of the memory, or of what limits leave of it, those that came first. A `pyarrow.compute` expression
+reads no state: its result for a segment is kept while the segment is there, 1 byte a row, or 8 of weights.
+With annotations it is kept until there are newer ones.
 """
 
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from arrowcache import linux
 from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import RESERVED_NAMES, Binary, FieldType, Schema, String, Tensor, Timestamp
 from arrowcache.cgroup import memory_bytes
@@ -261,7 +263,7 @@ class _ReadColumns:
 
     def __init__(self) -> None:
         self._known: dict[int, dict[str, tuple[ColumnData, int]]] = {}  # by segment and name, with its bytes
-        self._left = int(memory_bytes() * Limits.current.function_memory)
+        self._most_bytes, self._nbytes = int(memory_bytes() * Limits.current.function_memory), 0
 
     def get(self, seq: int, name: str) -> ColumnData | None:
         found = self._known.get(seq, {}).get(name)
@@ -274,16 +276,22 @@ class _ReadColumns:
             nbytes += _ITEM_BYTES * len(values)
         if isinstance(values, Values):
             nbytes += values.offsets.nbytes
-        if nbytes > self._left:
+        if self._nbytes + nbytes > min(self._most_bytes, self._limited_bytes()):
             return False
-        self._left -= nbytes
+        self._nbytes += nbytes
         self._known.setdefault(seq, {})[name] = values, nbytes
         return True
+
+    def _limited_bytes(self) -> int:
+        """The share of what limits of addresses and data leave to it, with what it has."""
+        left = [linux.left_bytes(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        most = [max(0, each + self._nbytes) for each in left if each is not None]
+        return int(min(most) * _MEMORY_SHARE) if most else self._most_bytes
 
     def keep(self, seqs: Sequence[int]) -> None:
         """Drop all but these segments."""
         for seq in self._known.keys() - {*seqs}:
-            self._left += sum(nbytes for _, nbytes in self._known.pop(seq).values())
+            self._nbytes -= sum(nbytes for _, nbytes in self._known.pop(seq).values())
 
 
 def _read_in_order(snapshot: Snapshot, first: int, last: int, names: Sequence[str]) -> dict[str, ColumnData]:

@@ -36,6 +36,8 @@ _SHOW_SECONDS = 0.1
 _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
 
 _CHOICE_ADVICE = {
+    "where": "a quicker where, or longer epochs, since it is asked of each segment as one begins",
+    "an expression in rows": "longer epochs, since each looks up which rows it accepted",
     "rows": "a pyarrow.compute expression in place of a function in rows=, whose answer is remembered",
     "weights": "a larger epoch_rows, since weights are frozen for each epoch",
     "batch_tokens": "longer epochs, since batch_tokens reads the lengths of new rows as one begins",
@@ -78,9 +80,9 @@ class LoaderStats(Shown):
     leased: waits that lasted to the end of an epoch, or still last. `advice` mentions long ones.
     `unselected_rows` is how many rows of its segments the epoch that began last does not read, since they are
     excluded, or not those of `rows`. `choosing_seconds` is the part of `start_seconds` in which the rows of
-    epochs were chosen: by `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by` names
-    those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items of a
-    dataset could not be made, in all epochs, with on_error="skip".
+    epochs were chosen: by `where`, `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by`
+    names those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items
+    of a dataset could not be made, in all epochs, with on_error="skip".
     """
 
     epochs: int

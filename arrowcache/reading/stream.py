@@ -106,9 +106,9 @@ class BatchStream:
             if epoch is None:
                 return False
             self._making, self._undelivered = [epoch], [epoch]
-        self._parking.drop()  # segments that both epochs read stay mapped
-        self._make(epoch, awaited=True)
-        self._begin_portions()
+            self._parking.drop()  # segments that both epochs read stay mapped
+            self._make(epoch, awaited=True)
+            self._begin_portions()
         return True
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -267,7 +267,7 @@ class Supply:
 
     def _fresh(self) -> Callable[[SegmentInfo], bool] | None:
         """Return the filter for segments served less than `max_reuse` times, or None: all pass."""
-        most, given = self.most_passes(), self._where
+        most, given = self.most_passes(), None if self._where is None else self._asked
         if most is None:
             return given
         listed = self.store.segments()
@@ -278,6 +278,11 @@ class Supply:
                 f"of {format_count(len(listed), 'segment')} {len(spent)} were served max_reuse={most} times"
             )
         return lambda segment: segment.seq not in spent and (given is None or given(segment))
+
+    def _asked(self, segment: SegmentInfo) -> bool:
+        assert self._where is not None
+        with self._meter.choosing():
+            return bool(self._where(segment))
 
 
 def _seqs(segments: Sequence[SegmentInfo]) -> NDArray[np.int64]:

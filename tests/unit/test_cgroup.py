@@ -148,6 +148,21 @@ def test_a_limit_that_is_no_number_is_none(tree, content):
     assert tree.bytes() == MACHINE
 
 
+@pytest.mark.parametrize(
+    ("addresses", "data", "group", "holds"),
+    [(300, "unlimited", 400, 300), ("unlimited", 200, 400, 200), (300, 200, 100, 100)],
+)
+def test_the_limits_of_the_process_itself_count_too(tree, addresses, data, group, holds):
+    limit(tree.v2("/"), group)
+    (tree.process / "limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max data size             {data:<20} unlimited            bytes     \n"
+        "Max stack size            8                    unlimited            bytes     \n"
+        f"Max address space         {addresses:<20} 10                   bytes     \n"
+    )
+    assert tree.bytes() == holds
+
+
 def test_limits_that_cannot_be_read_are_none(tree, tmp_path):
     assert memory_bytes(tmp_path / "nowhere") == MACHINE
     root = tree.v2("/job")

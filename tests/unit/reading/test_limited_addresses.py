@@ -96,6 +96,15 @@ def test_an_epoch_has_all_rows_and_maps_a_share(path, options):
     in_limited_child(body)
 
 
+def test_a_function_of_rows_reads_a_wide_column_again_that_there_is_no_room_to_remember(path):
+    def child() -> None:
+        with ac.Loader(path, 16, rows=lambda columns: columns["x"][:, 0] >= 0, drop_last=False) as loader:
+            for _ in range(2):
+                assert numbers_of(loader) == ALL
+
+    in_limited_child(child)
+
+
 def test_worker_processes_inherit_the_limit(path):
     def body() -> None:
         with ac.Loader(path, 64, workers=1, transform=lambda batch: batch, columns=["x"]) as loader:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from helpers import DEADLINE_SECONDS, face, limit, make_cache, publish, segment_files, wait_until
 from markup import seen
@@ -21,6 +22,7 @@ from arrowcache import Loader
 from arrowcache.native import engine, maps
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
+from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.temperature import Temperature
 
 ROW_BYTES = 8 + 1024
@@ -286,6 +288,8 @@ def test_who_chooses_the_rows_of_epochs_is_named_where_that_takes_longest():
         ("weights", "a larger epoch_rows"),
         ("rows", "a pyarrow.compute expression"),
         ("batch_tokens", "longer epochs"),
+        ("an expression in rows", "longer epochs"),
+        ("where", "a quicker where"),
     ):
         chosen = start | {"choosing_seconds": 1.5, "chosen_by": (name,)}
         advice = LoaderStats(**chosen | {"repeats": True}).advice
@@ -296,12 +300,31 @@ def test_who_chooses_the_rows_of_epochs_is_named_where_that_takes_longest():
         assert words not in LoaderStats(**chosen | {"choosing_seconds": 0.5}).advice
 
 
+def test_an_expression_is_not_advised_to_be_one(cache):
+    with Loader(cache, 16, rows=pc.field("id") >= 0) as loader:
+        (name,) = loader.stats().chosen_by
+    chosen = {"bottleneck": "start", "start_seconds": 2.0, "choosing_seconds": 1.5, "chosen_by": (name,)}
+    assert "pyarrow.compute" not in LoaderStats(**NOTHING | chosen).advice
+
+
+def test_what_begins_the_first_batches_is_part_of_the_stall(cache, monkeypatch):
+    """The stages of a loader without workers are no longer than what its consumer waits."""
+    begin = BatchStream._begin_portions
+    monkeypatch.setattr(BatchStream, "_begin_portions", lambda stream: (time.sleep(0.01), begin(stream)))
+    with Loader(cache, 16) as loader:
+        for _ in range(5):
+            iter(loader)
+        assert loader.stats().stall_seconds >= 0.05
+
+
 @pytest.mark.parametrize("endless", [True, False])
-@pytest.mark.parametrize("argument", ["rows", "weights", "ranks"])
+@pytest.mark.parametrize("argument", ["rows", "weights", "ranks", "where"])
 def test_what_an_epoch_waits_for_as_it_begins_is_named(cache, argument, endless):
     """Of each second of stall most is a stage's: here nearly all passes where rows are chosen."""
     name = "rows" if argument == "ranks" else argument
     options = {"batch_size": 16, name: lambda columns: time.sleep(0.02) or columns["id"] >= 0}
+    if argument == "where":
+        options["where"] = lambda segment: time.sleep(0.02) or segment.rows > 0
     if argument == "ranks":
         options |= {"rank": 0, "world_size": 2, "run_id": "job"}
         other = Loader(cache, **options | {"rank": 1})

@@ -286,7 +286,7 @@ class _ReadColumns:
         """The share of what limits of addresses and data leave to it, with what it has."""
         left = [linux.left_bytes(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
         most = [max(0, each + self._nbytes) for each in left if each is not None]
-        return int(min(most) * _MEMORY_SHARE) if most else self._most_bytes
+        return int(min(most) * Limits.current.function_memory) if most else self._most_bytes
 
     def keep(self, seqs: Sequence[int]) -> None:
         """Drop all but these segments."""

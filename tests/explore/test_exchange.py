@@ -388,7 +388,7 @@ def test_rows_keep_their_order_across_files(tmp_path):
 def test_an_existing_cache_is_written_into(cache, tmp_path):
     files = export_parquet(cache, tmp_path / "out")
     assert import_parquet(files[1:], cache) == 32
-    assert import_parquet(files[0], cache.path, capacity="1GB", schema=dict(cache.schema)) == 16
+    assert import_parquet(files[0], cache.path, capacity="1MiB", schema=dict(cache.schema)) == 16
     assert published_ids(cache) == [*range(48), *range(16, 48), *range(16)]
     assert cache.stats().capacity_bytes == 1024 * 1024
 

@@ -271,6 +271,20 @@ def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
     assert len(names(store)) < 9
 
 
+@pytest.mark.parametrize("who", ["asks", "is idle"])
+def test_small_segments_that_others_left_are_merged_by_who_only_reads(store, who, monkeypatch):
+    """No more came of a complete cache, so its writers' last parts stayed for ever."""
+    monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
+    reader = reader_of(store.folder.path)
+    assert len(reader.find(np.arange(LENGTH)).positions) == LENGTH
+    if who == "asks":
+        wait_until(lambda: [reader.find(np.arange(LENGTH)), len(names(store)) < 9][-1], "the merges")
+    else:
+        wait_until(lambda: len(names(store)) < 9, "the merges")
+    reader.close()
+    check(store, LENGTH)
+
+
 # parts that somebody leased as they were merged
 
 
@@ -331,6 +345,7 @@ def test_parts_leave_after_their_last_lease_though_nobody_publishes(leased, who,
 
 def test_a_reader_that_finds_all_it_wants_lets_go_of_parts_that_others_merged(tmp_path, monkeypatch):
     """It never looked for newer segments, and leased the parts for all of a training."""
+    monkeypatch.setattr(outbox, "is_worth_it", lambda _: False)  # readers merge none
     monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
     store = make_store(tmp_path / "cache")
     publish(store, FULL)

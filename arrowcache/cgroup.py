@@ -1,4 +1,4 @@
-"""Control groups, and limits of a process: the memory that the kernel lets this process have.
+"""Control groups: the memory that the kernel lets this process have.
 
 A container, a batch job and a service each have a control group with a limit. Groups are nested like folders,
 and the kernel shows them as folders: each group around a process' own limits it too. /proc/<pid>/cgroup has

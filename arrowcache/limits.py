@@ -55,6 +55,7 @@ class Limits:
     slow_segments: int = 1000  # so many are listed, leased and mapped in some 2 ms
     warm_bytes: int = 8 << 20  # of batches under way: more slots leave the processor's cache
     ahead_rows: int = 256  # asked of the disk at a time: enough for it to choose their order
+    ahead_bytes: int = 64 << 20  # the same, where rows are large
     function_memory: float = 1 / 16  # of the memory, for columns that functions read
     expression_rows: int = 1 << 18  # that an expression looks at
 
@@ -67,7 +68,9 @@ class Limits:
 
     # items of a dataset
     publish_seconds: float = 60.0  # that an item waits for a full segment
-    parts_seconds: float = 2.0  # between two looks for merged parts that still have to leave
+    parts_seconds: float = (
+        2.0  # between two looks for merged parts that still have to leave, and for small segments
+    )
     trouble_seconds: float = 30.0  # that nothing is stored after a failure
     left_segments: int = 64  # that left, beyond as many as are there, until the others are renumbered
 

@@ -3,7 +3,8 @@
 Parts that follow one another are read, and published once more as one segment, which comes onto the disk
 before they leave it; its name says which they are. New snapshots read the merged segment. Parts leave once no
 older snapshot leases them: every process that reads or writes items tries that again while there are some,
-and so does one that needs room. One process at a time merges.
+and so does one that needs room. Small segments that others left, as who was killed, are merged by who reads,
+too. One process at a time merges.
 
 Guarantees: who is killed at any step, or loses power, loses no item; the capacity holds, so parts are merged
 where there is room for both copies; a merged segment is merged again only once its parts have left.
@@ -36,7 +37,7 @@ def merge(store: Store, let_go: Callable[[], None]) -> bool:
     Returns: True: one was merged, and more may be worth it.
     Raises: OSError, LockTimeoutError: the folder or its disk fails; nothing is lost.
     """
-    if not superseded(store.segments()) and not _parts_now(store):
+    if not superseded(store.segments()) and not is_worth_it(store):
         return False
     with the_only_one(store.folder, MERGING) as is_alone:
         if not is_alone:
@@ -47,6 +48,11 @@ def merge(store: Store, let_go: Callable[[], None]) -> bool:
             return False
         _remove(store, let_go)
         return True
+
+
+def is_worth_it(store: Store) -> bool:
+    """True if there are small segments that are worth a merge now. Raises: OSError: the folder fails."""
+    return bool(_parts_now(store))
 
 
 def _remove(store: Store, let_go: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ reader's lease. Guarantees:
 - what was put is published when a segment is full, after a minute, as soon as another process waits for it,
   a second after the last request, and at the end of the process; many small segments are merged (merging.py),
   and the parts of merged ones removed, by each process that asks for items or has none to publish any more;
+- small segments that others left are merged by who only asks for items: no more comes of a complete cache;
 - the thread writes a full segment while the next one fills: only who has filled two waits for the disk;
 - what cannot be stored is given up together with all claims: others may make and store it;
 - Ctrl-C at any point loses nothing that is unpublished, and publishes no segment twice.
@@ -29,10 +30,11 @@ from arrowcache.errors import ArrowCacheError, CacheFullError, WorkerError, warn
 from arrowcache.lifetimes import Origin, at_exit, at_worker_exit, call_all
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start
-from arrowcache.read_through.merging import merge
+from arrowcache.read_through.merging import is_worth_it, merge
 from arrowcache.read_through.places import INDEX, Places
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.storage.claims import Claims
+from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.parts import superseded
 from arrowcache.storage.store import RoomPolicy, Store
 
@@ -63,7 +65,8 @@ class Outbox:
         self._oldest = self._latest = time.monotonic()  # of what is unpublished; of all requests
         self._may_be_full = True  # there was no room when something was last published, or none is known of
         self._may_merge = False  # a part was published since the last look
-        self._look_for_parts_at = 0.0  # the time of the next look for merged parts that still have to leave
+        self._look_for_parts_at = 0.0  # the time of the next look for parts that still have to leave or merge
+        self._looked_at: tuple[SegmentInfo, ...] = ()  # by that look
         self._wake: SimpleQueue[object] = SimpleQueue()  # whole wherever Ctrl-C comes
         self._thread: threading.Thread | None = None  # while there is a lease, or something unpublished
         self._must_end = False  # the thread, though others may ask for items
@@ -262,17 +265,24 @@ class Outbox:
                 seconds = self._look()
                 if self._may_merge or self._parts_are_left(is_last=seconds is None):
                     self._merge()
+            while self._may_merge and not self._must_end:  # nobody may come who asks for an item
+                self._merge()
         except BaseException:  # such as a warning that is an error
             self._thread = None  # the next request starts another one
             raise
 
     def _parts_are_left(self, *, is_last: bool) -> bool:
-        """True if merged parts have yet to leave, as they were leased so far. Looks now and then."""
+        """True if merged parts have yet to leave, as they were leased so far, or segments to be merged.
+
+        Looks now and then, for the latter among segments that it has not seen yet.
+        """
         if not is_last and time.monotonic() < self._look_for_parts_at:
             return False
         self._look_for_parts_at = time.monotonic() + Limits.current.parts_seconds
         with suppress(*FAILURES):
-            return bool(superseded(self._store.segments()))
+            listed, before = tuple(self._store.segments()), self._looked_at
+            self._looked_at = listed
+            return bool(superseded(listed)) or (listed != before and is_worth_it(self._store))
         return False
 
     def _look(self) -> float | None:

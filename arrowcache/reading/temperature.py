@@ -20,13 +20,12 @@ _ROWS_A_MISS = 256
 _MOST_MISSES = 64  # pages, while warm: the disk reads them in some 10 ms
 _LEAST_FOUND_ROWS, _MOST_FOUND_ROWS = 256, 1 << 14
 _LONG_LIFE = 16  # times the rows that it took to get warm
-_AHEAD_BYTES = 64 << 20  # enough for the disk to choose their order
 _MOST_WARM = 8  # under way
 
 
 def batches_ahead(rows: int, nbytes: int) -> int:
     """Return the number of batches of this size to be asked of the disk at a time."""
-    return max(2, min(-(-Limits.current.ahead_rows // rows), _AHEAD_BYTES // nbytes))
+    return max(2, min(-(-Limits.current.ahead_rows // rows), Limits.current.ahead_bytes // nbytes))
 
 
 class Temperature:

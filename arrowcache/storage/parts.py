@@ -9,6 +9,7 @@ the parts are to leave: publishing, which refuses a task that is listed, refuses
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from arrowcache.storage.layout import SegmentInfo
@@ -30,9 +31,14 @@ def task_of(parts: Sequence[SegmentInfo]) -> str:
 
 
 def superseded(segments: Sequence[SegmentInfo]) -> list[SegmentInfo]:
-    """Return the parts that are there beside the segment that they were merged into."""
-    merged = [(segment.seq, parts) for segment in segments if (parts := parts_of(segment))]
-    return [each for each in segments if any(each.seq in parts and each.seq < seq for seq, parts in merged)]
+    """Return the parts that are there beside the segment that they were merged into: of segments by seq."""
+    seqs = [each.seq for each in segments]
+    leaving: set[int] = set()
+    for segment in segments:
+        if parts := parts_of(segment):
+            stop = min(parts.stop, segment.seq)
+            leaving.update(seqs[bisect_left(seqs, parts.start) : bisect_left(seqs, stop)])
+    return [each for each in segments if each.seq in leaving]
 
 
 def each_once(segments: Sequence[SegmentInfo]) -> list[SegmentInfo]:

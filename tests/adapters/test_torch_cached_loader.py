@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from datasets_of_items import KINDS, Items, Large, Numbers, check, made, pairs, same, there
-from helpers import flip_byte, in_child, segment_files, wait_until
+from helpers import flip_byte, in_child, limit, segment_files, wait_until
 from interruptions import interruptions, library
 from nested import Scan
 from processes import METHODS, Script
@@ -28,7 +28,6 @@ from quick import SEED, one_in
 from torch.utils.data import DataLoader, get_worker_info
 
 import arrowcache as ac
-from arrowcache.reading import temperature
 from arrowcache.storage.counters import COUNTERS_LINK
 from arrowcache.torch import CachedLoader, Loader, cached
 
@@ -103,7 +102,7 @@ def test_a_batch_that_nobody_keeps_gives_its_memory_back_without_the_garbage_col
 
 
 def test_the_first_batches_of_large_items_take_no_more_memory_than_later_ones(path, monkeypatch):
-    monkeypatch.setattr(temperature, "_AHEAD_BYTES", 1 << 20)
+    limit(monkeypatch, ahead_bytes=1 << 20)
     items = [torch.full((16384,), float(n)) for n in range(64)]
     with cached(Items(*items), path, capacity="16MiB") as train:
         train.fill(workers=0, progress=False)

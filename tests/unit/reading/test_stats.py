@@ -22,7 +22,6 @@ from arrowcache import Loader
 from arrowcache.native import engine, maps
 from arrowcache.reading.portion import ReadyBatch
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
-from arrowcache.reading.stream import BatchStream
 from arrowcache.reading.temperature import Temperature
 
 ROW_BYTES = 8 + 1024
@@ -307,14 +306,17 @@ def test_an_expression_is_not_advised_to_be_one(cache):
     assert "pyarrow.compute" not in LoaderStats(**NOTHING | chosen).advice
 
 
-def test_what_begins_the_first_batches_is_part_of_the_stall(cache, monkeypatch):
-    """The stages of a loader without workers are no longer than what its consumer waits."""
-    begin = BatchStream._begin_portions
-    monkeypatch.setattr(BatchStream, "_begin_portions", lambda stream: (time.sleep(0.01), begin(stream)))
-    with Loader(cache, 16) as loader:
-        for _ in range(5):
-            iter(loader)
-        assert loader.stats().stall_seconds >= 0.05
+def test_the_stages_of_a_loader_without_workers_are_parts_of_its_stall(tmp_path):
+    """Also what `iter` does for the first batches, such as to draw their rows among many."""
+    schema = ac.Schema({"id": ac.Tensor("int64")})
+    with ac.Cache.create(tmp_path / "many", schema, capacity="64MiB", segment_bytes="8MiB") as cache:
+        with cache.writer() as writer:
+            writer.extend(id=np.arange(500_000))
+        with Loader(cache, 16, rows=pc.field("id") >= 7, epoch_rows=32) as loader:
+            for _ in range(20):
+                iter(loader)
+            stats = loader.stats()
+    assert sum(getattr(stats, f"{stage}_seconds") for stage in STAGES) <= stats.stall_seconds
 
 
 @pytest.mark.parametrize("endless", [True, False])

@@ -273,7 +273,7 @@ def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
 @pytest.mark.parametrize("who", ["asks", "is idle"])
 def test_small_segments_that_others_left_are_merged_by_who_only_reads(store, who, monkeypatch):
     """No more came of a complete cache, so its writers' last parts stayed for ever."""
-    monkeypatch.setattr(outbox, "_PARTS_SECONDS", 0.05)
+    limit(monkeypatch, parts_seconds=0.05)
     reader = reader_of(store.folder.path)
     assert len(reader.find(np.arange(LENGTH)).positions) == LENGTH
     if who == "asks":

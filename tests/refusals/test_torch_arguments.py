@@ -67,8 +67,8 @@ def of_loaders(face: Callable[..., Any]) -> list[Refusal]:
     return [each for each in LOADERS if each is not RUN_ALONE and each[0].keys() <= names.keys()]
 
 
-#: Of rows, where `packed` has sequences.
-OF_ROWS = ({"epoch_rows": 15}, RANKED | {"epoch_rows": 31}, {"batch_size": 1024})
+#: Of rows, where `packed` has sequences; and its seed may be None: that of the Loader it is given.
+OF_ROWS = ({"epoch_rows": 15}, RANKED | {"epoch_rows": 31}, {"batch_size": 1024}, {"seed": None})
 INSTEAD = (TypeError, "EpochBatchSampler")
 BY_TOKENS: Refusal = (
     {"batch_tokens": 4096, "length_of": "id"},

@@ -836,9 +836,9 @@ def test_ctrl_c_ends_a_wait_for_a_read_at_once(pages, released):
 
 def test_a_waiter_reads_by_itself_once_there_are_no_threads_any_more(pages, monkeypatch, released):
     """A fork stops them in the middle of its wait."""
-    limit(monkeypatch, stuck_seconds=0.01)
     files, ids = Files([1], [100]), np.zeros(1, np.int64)
     with threads(1):
+        limit(monkeypatch, stuck_seconds=0.01)
         held = held_copy(pages)
         read = begun_read(files.table(), ids, arrays := files.outputs(1))
         with ThreadPoolExecutor(1) as pool:

@@ -669,6 +669,7 @@ def test_a_row_that_no_segment_can_have_is_no_other_row(cache):
     with pytest.raises(IndexError, match=r"row 0:4294967301 .* never was in the cache"):
         cache.annotate([(0, 3), (0, 2**32 + 5)], loss=1)
     assert values(cache, "loss") == {}
+    cache = ac.Cache.open(cache.path)
     Notes(cache.store).annotate({"loss": (np.array([(0, 2**32 + 5), (0, 3)]), np.ones(2))})
     assert values(cache, "loss") == {(0, 3): 1.0}
 

@@ -194,11 +194,16 @@ def checked(
 def threads(count: int) -> Iterator[None]:
     """The engine has so many, at most, and none before the next job."""
     before = of_process.most
-    assert of_process.stop()
+    _stop()
     of_process.most = count
     try:
         yield
     finally:
         of_process.most = before
-        of_process.stop()
-        assert not library.engine_stop(of_process.handle, STOP_NANOSECONDS)
+        _stop()
+
+
+def _stop() -> None:
+    """Wait for the engine's threads, whatever a test says of how long they may take."""
+    of_process.stop()
+    assert not library.engine_stop(of_process.handle, STOP_NANOSECONDS)

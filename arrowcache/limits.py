@@ -68,9 +68,7 @@ class Limits:
 
     # items of a dataset
     publish_seconds: float = 60.0  # that an item waits for a full segment
-    parts_seconds: float = (
-        2.0  # between two looks for merged parts that have to leave, and for small segments
-    )
+    parts_seconds: float = 2.0  # between two looks for small segments to merge, and merged ones to remove
     trouble_seconds: float = 30.0  # that nothing is stored after a failure
     left_segments: int = 64  # that left, beyond as many as are there, until the others are renumbered
 

@@ -392,6 +392,11 @@ class _Repeated(Iterator[Any]):
             raise cut_short(LOADED if loader._epoch is None else NEWER)
         if self._epoch is not None and loader._closed:
             raise cut_short(CLOSED)
+        if not len(loader):  # else this would look for a batch for ever
+            raise ValueError(
+                "no epoch has a batch, as the items are fewer than a step of all ranks: lower batch_size, or "
+                "pass drop_last=False"
+            )
         self._batches = iter(loader)
         self._epoch = loader._epoch
 

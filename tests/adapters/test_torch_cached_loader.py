@@ -404,6 +404,13 @@ def test_a_close_by_another_thread_within_a_batch_is_told_to_the_consumer(path, 
         closing.join()
 
 
+def test_repeat_of_epochs_without_a_batch_is_an_error(train):
+    """It looked for one for ever."""
+    batches = Loader(train, LENGTH + 1, drop_last=True).repeat()
+    with pytest.raises(ValueError, match="no epoch has a batch, as the items are fewer than a step"):
+        next(batches)
+
+
 def signal_all(processes, number):
     for process in processes:
         os.kill(process.pid, number)

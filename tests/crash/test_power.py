@@ -71,15 +71,16 @@ class Life:
         return (before[-1], (after or before[-1:])[0]) if before else None
 
 
+SEGMENTS = {"segment_bytes": 12 * KIB, "segment_rows": 8}
+
+
 def live(root: Path, *, durable: bool) -> Life:
     """Publish, sample, evict, resize, quarantine, each more than once."""
     root.mkdir()
     disk = Disk(root)
     life = Life(disk, root / "new" / "cache")
     with disk.recording():
-        cache = make_cache(
-            life.path, capacity=CAPACITY, segment_bytes=12 * KIB, segment_rows=8, durable=durable
-        )
+        cache = make_cache(life.path, capacity=CAPACITY, durable=durable, **SEGMENTS)
         life.returned(cache)
         publish(cache, 1, rows=8)
         life.returned(cache)
@@ -174,8 +175,8 @@ def open_again(life: Life, cut: int, path: Path) -> ac.Cache | None:
     """Open a cache that had been made; else make it, which must work. What else every mode promises."""
     promised = life.promised(cut)
     if promised is None:
-        cache = make_cache(path, exist_ok=True)
-        publish(cache, 1)
+        cache = make_cache(path, exist_ok=True, **SEGMENTS)
+        publish(cache, 1, rows=8)
         assert cache.verify() == []
         return None
     before, after = promised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import resource
@@ -42,7 +43,9 @@ def used(field: int = 0) -> int:
 
 @contextmanager
 def limited(more: int, kind: int = resource.RLIMIT_AS) -> Iterator[None]:
-    """So many bytes beyond those in use."""
+    """So many bytes beyond those in use; what others of this process freed is no use to it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     limits = resource.getrlimit(kind)
     resource.setrlimit(kind, (used(0 if kind == resource.RLIMIT_AS else 5) + more, limits[1]))
     try:

@@ -229,7 +229,7 @@ docs: .envs/docs/.stamp
 lint: .envs/newest/.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m codespell_lib $(shell git ls-files)
+	@git ls-files | xargs $(RUN) -m codespell_lib
 	$(RUN) -m mypy arrowcache $(wildcard tests/typing)
 
 format: .envs/newest/.stamp

@@ -517,12 +517,13 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             collate_fn=list,
             multiprocessing_context="fork" if workers else None,
         )
+        stored_of_each = iter(making)  # before the bar: a fork writes out stderr, which may take nothing
         with progress_bar(tqdm.tqdm, progress, total=len(missing), unit=" items", desc="filling") as bar:
-            for stored in making:
+            for stored in stored_of_each:
                 bar.update(len(stored))
                 if not all(stored):
                     break  # no more fits
-        del making
+        del stored_of_each, making
         cached = self.cached
         reader.rest()  # which merges small segments
         return cached

@@ -1179,7 +1179,9 @@ def test_the_classes_of_long_longs_are_told_apart(tmp_path):
     items = Items(np.ones(2, "l"), np.ones(2, "q"))
     with (
         cached(items, tmp_path / "cache", capacity="16MiB") as train,
-        pytest.raises(ac.SchemaError, match="a ndarray of int64 as longlong, and in the first item a ndarray"),
+        pytest.raises(
+            ac.SchemaError, match="a ndarray of int64 as longlong, and in the first item a ndarray"
+        ),
     ):
         train[1]
 

@@ -286,15 +286,7 @@ def _timestamps(name: str, value: Any) -> NDArray[Any]:
                 f"field {name!r}: {_shorten(value)} has nanoseconds, which datetime64[us] cannot hold: "
                 "write value.floor('us') if that is meant"
             )
-        naive = [
-            np.datetime64("NaT")
-            if item != item  # pandas' NaT
-            else item.astimezone(dt.timezone.utc).replace(tzinfo=None)
-            if item.tzinfo
-            else item
-            for item in items
-        ]
-        array = np.array(naive, dtype="datetime64[us]")
+        array = np.array([_in_utc(item) for item in items], dtype="datetime64[us]")
         return array if isinstance(value, list | tuple) else array[0:1].reshape(())
     if is_masked(value):
         raise _masked(name)
@@ -313,6 +305,12 @@ def _timestamps(name: str, value: Any) -> NDArray[Any]:
             "such as value.astype('int64')"
         )
     return exact
+
+
+def _in_utc(moment: dt.datetime) -> dt.datetime | np.datetime64:
+    if moment != moment:  # pandas' NaT
+        return np.datetime64("NaT")
+    return moment.astimezone(dt.timezone.utc).replace(tzinfo=None) if moment.tzinfo else moment
 
 
 def _masked(name: str) -> SchemaError:

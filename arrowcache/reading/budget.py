@@ -36,6 +36,7 @@ from arrowcache.arrow.schema import Ragged, Schema, Tensor
 from arrowcache.cgroup import memory_bytes
 from arrowcache.reading.order import EpochOrder, Order, Present, Shard
 from arrowcache.reading.plan import Plan
+from arrowcache.reading.selected import bitmap, mask_of
 from arrowcache.reading.shuffle import Permutation, starts_of
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.units import format_bytes, parse_count
@@ -165,7 +166,7 @@ def _taken(plan: Plan, bucket: int) -> NDArray[np.bool_]:
     rows = plan.bucket_edge(bucket + 1) - plan.bucket_edge(bucket)
     if not plan.taken or bucket != plan.bucket_at(plan.position):
         return np.zeros(rows, np.bool_)
-    return np.unpackbits(np.frombuffer(plan.taken, np.uint8), count=rows).view(np.bool_)
+    return mask_of(plan.taken, rows)
 
 
 class BudgetOrder(Order):
@@ -224,7 +225,7 @@ class BudgetOrder(Order):
         is_taken[batches.places[: batches.starts[index]]] = True
         count = int(is_taken.sum())
         return plan.at(
-            plan.bucket_edge(bucket) + count, taken=np.packbits(is_taken).tobytes() if count else b""
+            plan.bucket_edge(bucket) + count, taken=bitmap(is_taken) if count else b""
         )
 
     def segments_span(self, step: int) -> range:

@@ -28,6 +28,11 @@ def bitmap(mask: NDArray[np.bool_]) -> bytes:
     return np.packbits(mask).tobytes()
 
 
+def mask_of(bits: bytes, rows: int) -> NDArray[np.bool_]:
+    """The inverse of `bitmap`: the mask of so many rows, (rows,)."""
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=rows).view(np.bool_)
+
+
 def padding(rows: int) -> int:
     """Return the bits of a bitmap of so many rows that are no row's: they are 0."""
     return (1 << -rows % 8) - 1
@@ -108,8 +113,7 @@ class Selected:
             else:
                 if not runs or not runs[-1][1]:
                     runs.append((first, 1, size - first))
-                mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=int(self._rows[index]))
-                left_out = mask.view(np.bool_).nonzero()[0]  # of bools it takes a fifth of the time
+                left_out = mask_of(bits, int(self._rows[index])).nonzero()[0]
                 left_out -= np.arange(len(left_out))
             left_out += before[index] - first
             table.append(left_out.astype(dtype))

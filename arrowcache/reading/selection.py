@@ -24,7 +24,7 @@ from arrowcache.reading.row_functions import (
     require_expression,
     table_function,
 )
-from arrowcache.reading.selected import Bitmaps, bitmap
+from arrowcache.reading.selected import Bitmaps, bitmap, mask_of
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
@@ -121,9 +121,8 @@ def select_for_export(snapshot: Snapshot, store: Store, rows: object) -> None:
 
 def chosen_of(snapshot: Snapshot, segment: SegmentInfo) -> Mask | None:
     """The mask of a segment's rows that a snapshot's selection has: (rows,). None: all."""
-    if (bits := snapshot.bitmaps.get(segment.seq)) is None:
-        return None
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=segment.rows).view(np.bool_)
+    bits = snapshot.bitmaps.get(segment.seq)
+    return None if bits is None else mask_of(bits, segment.rows)
 
 
 def require_rows(rows: object) -> object:

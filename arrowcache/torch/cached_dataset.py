@@ -138,11 +138,12 @@ class _Spec:
     transform: Callable[[Any], Any] | None
     replace: float
     skips: bool = False  # items that cannot be made
-    asks_for_many: bool = True  # by `__getitems__`, if the dataset has it
+    asks_for_many: bool = False  # by `__getitems__`, which gives dataset[index]
 
     @property
     def many(self) -> Callable[[list[int]], list[Any]] | None:
-        return getter_of_items(self.dataset) if self.asks_for_many else None
+        inner: Any = self.dataset
+        return inner.__getitems__ if self.asks_for_many else None
 
     @property
     def length(self) -> int:
@@ -687,8 +688,9 @@ def cached(
     except SchemaError as error:
         raise SchemaError(f"item {index}: {error}") from None
     folder, skips = Path(path).absolute(), on_error == "skip"
-    spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips)
-    if spec.many is not None and not _gives_the_same(spec, index, item, random_states):
+    has_many = getter_of_items(dataset) is not None  # asked once: it looks through all that the dataset holds
+    spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips, has_many)
+    if has_many and not _gives_the_same(spec, index, item, random_states):
         warn(
             f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as at {index}: "
             "items are made one by one, by index; mend __getitems__, or set it to None"

@@ -48,7 +48,7 @@ class ZarrArray:
         folder = path
         path = f"{folder}/{inner}" if inner else folder
         if not store.is_file(f"{path}/{_METADATA}"):
-            raise _missing(store, folder, inner, name)
+            raise _missing(store, folder, path, name)
         if _metadata(store, path).get("node_type") == "group":
             names = [f"{inner}/{array}" if inner else array for array in _arrays_in(store, path)]
             which = names_in("it", names)
@@ -80,12 +80,12 @@ class ZarrArray:
             raise SamplerError(f"{self._name}: cannot be read as Zarr v3: {why}") from error
 
 
-def _missing(store: ObjectStore, folder: str, inner: str, name: str) -> Exception:
+def _missing(store: ObjectStore, folder: str, path: str, name: str) -> Exception:
     """Return the error of a path without an array: of version 2, another file, or misspelt.
 
     A group's arrays are named from the folder that was given, or from a group above it.
     """
-    asked = path = f"{folder}/{inner}" if inner else folder
+    asked = path
     with suppress(OSError):  # of folders above it, which may be another's
         while path:
             if store.is_file(path):

@@ -224,9 +224,7 @@ class BudgetOrder(Order):
         batches, is_taken = self._batches(bucket), _taken(plan, bucket).copy()
         is_taken[batches.places[: batches.starts[index]]] = True
         count = int(is_taken.sum())
-        return plan.at(
-            plan.bucket_edge(bucket) + count, taken=bitmap(is_taken) if count else b""
-        )
+        return plan.at(plan.bucket_edge(bucket) + count, taken=bitmap(is_taken) if count else b"")
 
     def segments_span(self, step: int) -> range:
         before, world_size = self._present.segments_before, self._shard.world_size

@@ -252,6 +252,8 @@ def test_where_addresses_are_limited_files_have_half_of_what_the_rest_leaves(tmp
     path.write_bytes(b"x" * HUGE_PAGE)
 
     def child() -> None:
+        spare = [bytes(200) for _ in range(20_000)]
+        del spare[::2]  # memory for Python's own objects, which it need not map
         used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
         limit = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (used + more, limit))

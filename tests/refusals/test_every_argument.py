@@ -14,6 +14,7 @@ import io
 import itertools
 import os
 import re
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stderr, suppress
 from pathlib import Path
@@ -1068,6 +1069,36 @@ def of_windows(cache: ac.Cache) -> dict[str, Any]:
     return {"arrays": [f"{path}.npy", f"{path}b.npy"], "window": (4,)}
 
 
+def of_shards(cache: ac.Cache) -> dict[str, Any]:
+    """Two shards of samples of two files, .txt and .npy."""
+    folder = cache.path.parent / f"shards{next(COUNT)}"
+    folder.mkdir()
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(8 * shard, 8 * shard + 8):
+                array = io.BytesIO()
+                np.save(array, np.arange(3) + number)
+                for suffix, data in (("txt", str(number).encode()), ("npy", array.getvalue())):
+                    member = tarfile.TarInfo(f"{number:03}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return {"uris": [os.fspath(folder / "0.tar")]}
+
+
+def proves_uris(face: Face, cache: ac.Cache) -> None:
+    uris = face.given(cache)["uris"]
+    differs({"uris": uris}, {"uris": uris[0].replace("0.tar", "1.tar")})(face, cache)
+
+
+def proves_decode(face: Face, cache: ac.Cache) -> None:
+    number = {"fields": ["txt"], "decode": lambda field, data: np.int64(int(data) + 1)}
+    differs({"fields": ["txt"]}, number)(face, cache)
+
+
+def proves_items(face: Face, cache: ac.Cache) -> None:
+    differs({}, {"dataset": face.given(cache)["dataset"][:5]})(face, cache)
+
+
 def proves_filesystem(name: str) -> Proof:
     """Names are those of this file system, and of no other."""
 
@@ -1097,6 +1128,7 @@ def other_of(rng: Any) -> Iterator[dict[str, Any]]:
 
 SOURCES = "unit/sampling/sources"
 SKIPPED = "test_a_source_that_fails_ends_the_task_unless_it_is_to_be_skipped"
+TOO_LARGE = "test_items_that_do_not_fit_a_segment_are_an_error_that_says_what_to_do"
 S3 = "adapters/test_sources_s3.py"
 PLAIN: dict[str, tuple[Face, dict[str, Proof]]] = {
     "export_parquet": (
@@ -1208,6 +1240,40 @@ PLAIN: dict[str, tuple[Face, dict[str, Proof]]] = {
             "retries": proved_in(
                 f"{S3}::test_windows_of_every_format_are_tried_again_and_end_with_the_stores_error::retries"
             ),
+        },
+    ),
+    "WebDatasetShards": (
+        Face("arrowcache.sampling.sources:WebDatasetShards", of_shards, draws_of),
+        {
+            "uris": proves_uris,
+            "decode": proves_decode,
+            "fields": differs({}, {"fields": ["npy"]}),
+            "shuffle": differs({}, {"shuffle": 0}),
+            "schema": differs(
+                {"fields": ["npy"]},
+                {"schema": {"npy": ac.Ragged("int64")}},
+                lambda source: [source.schema["npy"]],
+            ),
+            "filesystem": proves_filesystem("uris"),
+            "retries": proved_in(
+                f"{SOURCES}/test_shards.py::test_a_read_that_fails_is_tried_again_and_changes_nothing::retries"
+            ),
+        },
+    ),
+    "Items": (
+        Face(
+            "arrowcache.sampling.sources:Items",
+            lambda cache: {"dataset": [{"n": n, "text": [n, n]} for n in range(9)]},
+            draws_of,
+        ),
+        {
+            "dataset": proves_items,
+            "passes": proved_in(f"{SOURCES}/test_items.py::test_without_an_end_it_goes_on::passes"),
+            "columns": differs({}, {"columns": ["n"]}),
+            "schema": differs(
+                {}, {"schema": {"n": ac.Tensor("float64")}}, lambda source: [source.schema["n"]]
+            ),
+            "segment_items": proved_in(f"{SOURCES}/test_items.py::{TOO_LARGE}::segment_items"),
         },
     ),
     "Mix": (

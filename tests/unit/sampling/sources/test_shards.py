@@ -19,6 +19,7 @@ from drawing import require_pure, take
 import arrowcache as ac
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources import WebDatasetShards
+from arrowcache.sampling.sources.retries import Retries
 
 
 def encoded(array: np.ndarray, allow_pickle: bool = False) -> bytes:
@@ -235,3 +236,26 @@ def test_arguments_that_cannot_work_fail_at_once(folder, tmp_path):
         WebDatasetShards(folder, shuffle=-1)
     with pytest.raises(ValueError, match="fields are txt, and schema has cls"):
         WebDatasetShards(folder, fields=["txt"], schema={"cls": ac.Tensor("int64")})
+
+
+def test_a_read_that_fails_is_tried_again_and_changes_nothing(folder):
+    local = pytest.importorskip("fsspec.implementations.local")
+    delays: list[float] = []
+
+    class Flaky(local.LocalFileSystem):
+        cachable = False
+        opened = 0
+
+        def _open(self, path, *args, **options):
+            Flaky.opened += 1
+            if Flaky.opened % 2:
+                raise OSError("connection reset")
+            return super()._open(path, *args, **options)
+
+    patient = Retries(1, sleep=delays.append)
+    flaky = WebDatasetShards(str(folder), filesystem=Flaky(), retries=patient)
+    found, expected = take(flaky, 60), take(WebDatasetShards(folder), 60)
+    assert [sample["cls"] for sample in found] == [sample["cls"] for sample in expected]
+    assert len(delays) > 1
+    with pytest.raises(OSError, match="at the first attempt: connection reset"):
+        WebDatasetShards(str(folder), filesystem=Flaky(), retries=0)

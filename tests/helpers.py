@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import importlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -408,3 +410,32 @@ def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:
         writer.extend(id=np.arange(5000), data=np.zeros((5000, 480), np.uint8))
     assert cache.stats().rows == 5000
     return cache
+
+
+def _used(field: int = 0) -> int:
+    return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
+
+
+def _free_stacks() -> None:
+    """The C library keeps the stacks of threads, of the parent's too, until another thread ends."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    threading.Thread(target=int).start()
+    wait_until(lambda: threads() <= before, "the end of a thread")
+
+
+@contextmanager
+def limited(more: int, kind: int = resource.RLIMIT_AS) -> Iterator[None]:
+    """So many bytes beyond those in use; what others of this process freed is no use to it."""
+    gc.collect()
+    _free_stacks()
+    ctypes.CDLL(None).malloc_trim(0)
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (_used(0 if kind == resource.RLIMIT_AS else 5) + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)

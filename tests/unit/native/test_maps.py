@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import resource
 from pathlib import Path
 
 import pytest
-from helpers import in_child
+from helpers import in_child, limited
 
 from arrowcache.native import maps
 
@@ -254,21 +253,18 @@ def test_where_addresses_are_limited_files_have_half_of_what_the_rest_leaves(tmp
     def child() -> None:
         spare = [bytes(200) for _ in range(20_000)]
         del spare[::2]  # memory for Python's own objects, which it need not map
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
-        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (used + more, limit))
-        files, before = [], maps.room()
-        assert before <= max(0, more) // 2
-        for _ in range(12):
-            (file,) = maps.files(os.fspath(tmp_path), [path.name])
-            file.open(LIMIT, ANY_NUMBER)
-            file.close()
-            files.append(file)
-        assert [bool(file.address) for file in files] == [n < before // HUGE_PAGE for n in range(12)]
-        assert maps.room(3) >= maps.room()
-        maps.unmap(files)
-        assert abs(maps.room() - before) < HUGE_PAGE // 2  # Python may have got some memory
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with limited(more):
+            files, before = [], maps.room()
+            assert before <= max(0, more) // 2
+            for _ in range(12):
+                (file,) = maps.files(os.fspath(tmp_path), [path.name])
+                file.open(LIMIT, ANY_NUMBER)
+                file.close()
+                files.append(file)
+            assert [bool(file.address) for file in files] == [n < before // HUGE_PAGE for n in range(12)]
+            assert maps.room(3) >= maps.room()
+            maps.unmap(files)
+            assert abs(maps.room() - before) < HUGE_PAGE // 2  # Python may have got some memory
         assert maps.room() == 2**63 - 1
 
     with in_child(child):

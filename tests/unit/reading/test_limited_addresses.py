@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import in_child, mapped_seqs
+from helpers import in_child, limited, mapped_seqs
 
 import arrowcache as ac
 from arrowcache.native import maps
@@ -35,23 +33,6 @@ def path(tmp_path_factory) -> Path:
         for number in range(SEGMENTS * ROWS):
             writer.append(x=np.full(WIDTH, number, np.float32), tokens=np.full(number % 5, number))
     return path
-
-
-def used(field: int = 0) -> int:
-    return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
-
-
-@contextmanager
-def limited(more: int, kind: int = resource.RLIMIT_AS) -> Iterator[None]:
-    """So many bytes beyond those in use; what others of this process freed is no use to it."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    limits = resource.getrlimit(kind)
-    resource.setrlimit(kind, (used(0 if kind == resource.RLIMIT_AS else 5) + more, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, limits)
 
 
 def in_limited_child(body: Callable[[], None], more: int = 64 * MIB) -> None:
@@ -208,9 +189,10 @@ def test_a_table_that_cannot_be_mapped_names_the_limit_and_the_loader_goes_on(pa
 def test_a_batch_that_gets_no_memory_names_the_limit(path):
     def body() -> None:
         with (
-            ac.Loader(path, 1024, columns=["x"], wait_rows=1) as loader,
+            ac.Loader(path, len(ALL), columns=["x"]) as loader,
+            limited(32 * MIB),  # whatever else the process held is given back by now
             pytest.raises(MemoryError, match=r"for a batch: .*ulimit -v is \d+ kB.*raise the limit"),
         ):
             next(iter(loader))
 
-    in_limited_child(body, 32 * MIB)
+    in_limited_child(body)

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
+from arrowcache.sampling.reads import Threads
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.rows import single
-from arrowcache.sampling.task import Task, draw
+from arrowcache.sampling.task import Sampler, Task, draw, samples_of
 
 _ELSEWHERE = """
 import sys
@@ -36,11 +39,23 @@ def take(source: Any, count: int, seed: int = 0) -> list[dict[str, Any]]:
         samples.close()
 
 
+def fill(
+    sampler: Sampler,
+    task: Task,
+    builder: SegmentBuilder,
+    check: Callable[[], None] = lambda: None,
+    threads: Threads | None = None,
+) -> None:
+    """Fill a builder with a task's samples, whose reads are not tried again."""
+    threads = threads or Threads(task.reads, Retries(0))
+    draw(samples_of(sampler, task, threads, builder.form), task, builder, check, check)
+
+
 def digest(source: Any, number: int, seed: int, rows: int = 50) -> str:
     """The content of task `number`, every byte of its segment, as a digest."""
     builder = SegmentBuilder(Form(source.schema, rows, 1 << 20))
     task = Task("", b"", f"default.{seed}", seed, number, token=0, ramp=False)
-    assert draw(source, task, builder, lambda: False)
+    fill(source, task, builder)
     return hashlib.sha256(b"".join(builder.encode().pieces)).hexdigest()
 
 

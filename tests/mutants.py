@@ -93,7 +93,7 @@ OF_TESTS = {  # of several files each: those of tests/adapters/test_torch_x.py, 
     "sampling/sources/source",
     "sources/parquet": "sampling/sources/parquet",
     "sources/shards": "sampling/sources/shards",
-    "sources/store": "sampling/sources/handles sampling/sources/object_store sampling/sources/retries",
+    "sources/store": "sampling/sources/handles sampling/sources/object_store sampling/retries",
     "sources/windows": "sampling/sources/arrays sampling/sources/hdf5 sampling/sources/windows "
     "sampling/sources/zarr3",
 }

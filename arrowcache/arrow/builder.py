@@ -41,6 +41,10 @@ class ConvertedRows:
     variable: dict[str, list[tuple[memoryview, int]]]
     variable_bytes: NDArray[np.int64]  # (count,): of each row; empty without variable columns
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.fixed.values()) + int(self.variable_bytes.sum())
+
 
 class SegmentBuilder:
     """Rows on their way into one segment of a form.

@@ -6,14 +6,15 @@ store; nothing is published here.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
-from arrowcache.sampling.task import Done, Sampler, Task, draw, failure, sampler_of
+from arrowcache.sampling.reads import Threads
+from arrowcache.sampling.task import Done, Sampler, Task, draw, failure, sampler_of, samples_of
 
 
 class _WorkerState(NamedTuple):
@@ -22,6 +23,7 @@ class _WorkerState(NamedTuple):
     key: tuple[bytes, Form]
     sampler: Sampler
     builder: SegmentBuilder
+    threads: Threads
 
 
 _state: _WorkerState | None = None  # one a process: Ray runs tasks one after another in it
@@ -46,8 +48,9 @@ def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], in
     global _state
     key = (task.digest, form)
     if _state is None or _state.key != key:
-        _state = _WorkerState(key, sampler_of(sampler), SegmentBuilder(form))
-    draw(_state.sampler, task, _state.builder, _never)
+        _state = _WorkerState(key, sampler_of(sampler), SegmentBuilder(form), Threads(task.reads))
+    samples = samples_of(_state.sampler, task, _state.threads, form)
+    draw(samples, task, _state.builder, _pass, _pass)
     encoded = _state.builder.encode()
     file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)
     start = 0
@@ -57,5 +60,5 @@ def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], in
     return file, encoded.rows
 
 
-def _never(*_: Any) -> bool:
-    return False
+def _pass() -> None:
+    """Ray ends a task by KeyboardInterrupt."""

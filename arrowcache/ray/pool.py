@@ -67,6 +67,7 @@ class SamplerPool(Pool):
         in_flight: int | str | None = None,
         options: Mapping[str, Any] | None = None,
         progress: bool | None = None,
+        reads: int = 16,
     ) -> None:
         if not isinstance(caches, NodeCaches):
             raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
@@ -74,7 +75,7 @@ class SamplerPool(Pool):
             raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
 
         def fit(form: Form) -> PoolOptions:
-            return PoolOptions(fitted(sample, form), workers, seed, name, segments, retries, progress)
+            return PoolOptions(fitted(sample, form), workers, seed, name, segments, retries, progress, reads)
 
         drawn = fit(caches.form)
         in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")

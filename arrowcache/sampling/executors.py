@@ -13,6 +13,7 @@ import secrets
 import socket
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from arrowcache.errors import SamplerError
 from arrowcache.limits import Limits
@@ -25,6 +26,9 @@ from arrowcache.storage.locks import LockFile
 from arrowcache.storage.open_tasks import OpenTasks, require_division
 from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
+
+if TYPE_CHECKING:
+    from arrowcache.sampling.workers import Workers
 
 _TOKEN_BITS = 60
 
@@ -41,7 +45,8 @@ class ExecutorEngine:
         self._to_be_sent = options.workers  # tasks sent with the sampler unasked: one for each worker
         self._foreign = executor
         self._running: dict[Future[Done], Task] = {}
-        self._executor = _own(options.workers) if executor is None else executor
+        self._own = _own(options.workers) if executor is None else None
+        self._executor: Executor = self._own or executor  # type: ignore[assignment]
         with explaining(store.folder.path):  # what may fail comes before the sign
             self._watch, self._token = self._lock_token()
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
@@ -66,7 +71,8 @@ class ExecutorEngine:
         return watch, token
 
     def idle(self) -> int:
-        return self._options.workers - len(self._running)
+        wishes = 0 if self._own is None else self._own.wishes
+        return self._options.workers + wishes - len(self._running)
 
     def claim(self, count: int) -> list[Task]:
         """Claim one task: it is soon begun, as an ending pool leaves a gap for a number that is not."""
@@ -105,7 +111,9 @@ class ExecutorEngine:
             ) from error
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
-        done, _ = wait(self._running, timeout_seconds, FIRST_COMPLETED)
+        wish = [] if self._own is None else [self._own.next_wish()]
+        done, _ = wait([*self._running, *wish], timeout_seconds, FIRST_COMPLETED)
+        done &= self._running.keys()
         ended: list[tuple[Task, Done]] = []
         lacking: list[Task] = []
         for future in done:
@@ -176,7 +184,7 @@ def _elsewhere(task: Task) -> SamplerError:
     )
 
 
-def _own(workers: int) -> Executor:
+def _own(workers: int) -> Workers:
     from arrowcache.sampling.workers import Workers  # imports much that others do not need
 
     return Workers(workers)

@@ -13,6 +13,7 @@ from arrowcache.storage.layout import TASK_NAME
 from arrowcache.units import parse_count
 
 _MOST_SEED_BITS = 128
+_MOST_READS = 1024  # threads of a worker
 
 
 def fitted(sample: Sampler, form: Form) -> Sampler:
@@ -35,6 +36,7 @@ class PoolOptions:
     segments: int | None
     retries: int
     progress: bool | None
+    reads: int
     sampler: bytes = field(init=False)
     ramp: bool = field(init=False)
     digest: bytes = field(init=False)  # tells pickled samplers apart
@@ -46,6 +48,7 @@ class PoolOptions:
             raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
         keep = partial(object.__setattr__, self)
         keep("workers", parse_count(self.workers, "workers"))
+        keep("reads", parse_count(self.reads, "reads", most=_MOST_READS))
         keep("seed", parse_count(self.seed, "seed", least=0, most=None))
         if self.seed.bit_length() > _MOST_SEED_BITS:
             raise ValueError(
@@ -76,4 +79,14 @@ class PoolOptions:
 
     def task(self, number: int, cache: str = "", token: int = 0) -> Task:
         """Return task `number`, without the sampler. `cache`, `token`: as of `Task`."""
-        return Task(cache, b"", self.pool, self.seed, number, token, ramp=self.ramp, digest=self.digest)
+        return Task(
+            cache,
+            b"",
+            self.pool,
+            self.seed,
+            number,
+            token,
+            ramp=self.ramp,
+            digest=self.digest,
+            reads=self.reads,
+        )

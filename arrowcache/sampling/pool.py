@@ -279,6 +279,9 @@ class SamplerPool(Pool):
             found, a PermissionError.
         progress: show a bar. None shows one if stderr is a terminal.
         every_rank: allow a pool on each local rank of a distributed job. False allows it on the first only.
+        reads: number of reads that a worker has at a time, in threads, where the sampler yields callables
+            without arguments in place of samples: `yield partial(read, key)`. Each returns a mapping or
+            `Rows`. A task has the same rows, in the order of yielding, whatever `reads` is.
     Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled, `Items`
         that earlier pools of this name and seed divided otherwise.
         ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
@@ -298,6 +301,7 @@ class SamplerPool(Pool):
         retries: int = 3,
         progress: bool | None = None,
         every_rank: bool = False,
+        reads: int = 16,
     ) -> None:
         if not every_rank:
             _require_first_rank(workers)
@@ -305,7 +309,7 @@ class SamplerPool(Pool):
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
         sample = fitted(sample, store.settings.form)
-        options = PoolOptions(sample, workers, seed, name, segments, retries, progress)
+        options = PoolOptions(sample, workers, seed, name, segments, retries, progress, reads)
         super().__init__(ExecutorEngine(store, options, executor), options)
 
 

@@ -18,17 +18,20 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
+from arrowcache.sampling.reads import Read, Samples, Threads
+from arrowcache.sampling.retries import is_marked, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
@@ -36,7 +39,7 @@ from arrowcache.storage.progress import Progress
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
-Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any]]]
+Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any] | Read]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
@@ -68,7 +71,7 @@ class Task:
     lacks it, it says so, and is sent the task again. So the sampler is sent about once a worker.
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
     attempts that failed before: Dask answers a call equal to an earlier one with that one's result.
-    `ramp`: early tasks fill small segments.
+    `ramp`: early tasks fill small segments. `reads`: of a worker at a time.
     """
 
     cache: str
@@ -80,6 +83,7 @@ class Task:
     tries: int = 0
     ramp: bool = True
     digest: bytes = b""
+    reads: int = 16
 
     @property
     def task_name(self) -> str:
@@ -136,18 +140,11 @@ def failure(task: Task, error: BaseException) -> Done:
 #: Errors of which another try would only be one more, whoever raised them.
 _SETTLED = (SchemaError, CacheFormatError, PermissionError, ImportError)
 _CANNOT_TAKE = (SamplerError, TypeError, ValueError)
-_E = TypeVar("_E", bound=BaseException)
-
-
-def settled(error: _E) -> _E:
-    """Mark an error, raised for a sampler or a sample that does not fit, as one that cannot pass."""
-    error.is_settled = True  # type: ignore[attr-defined]
-    return error
 
 
 def is_settled(error: BaseException) -> bool:
     """True if trying again would end in the same way. A sampler's own exceptions may pass."""
-    return isinstance(error, _SETTLED) or getattr(error, "is_settled", False)
+    return isinstance(error, _SETTLED) or is_marked(error)
 
 
 def sampler_of(data: bytes) -> Sampler:
@@ -169,6 +166,8 @@ class _Worker:
         self.store: Store = open_store(Path(task.cache), check="structure")
         self._identity, self._form = self._identity_now(), self.store.settings.form
         self.builder = SegmentBuilder(self._form)
+        self._threads = Threads(task.reads)
+        self._ahead: tuple[Task, Samples] | None = None
         self._shown: tuple[str, int] | None = None
         self._progress: Progress | None = None
 
@@ -179,9 +178,40 @@ class _Worker:
             self._shown = pool
         return self._progress
 
+    def begun(self, task: Task) -> Samples:
+        """Return the samples of a task, which may have begun ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead[0].number == task.number:
+                return ahead[1]
+            ahead[1].close()
+        return samples_of(self.sampler, task, self._threads, self._form)
+
+    def begin_ahead(self, ask: Callable[[], Task | None]) -> None:
+        """Begin reads of the next task, if there is one and threads for them."""
+        if self._ahead is None:
+            task = ask()
+            if task is None:
+                return
+            self._ahead = task, samples_of(self.sampler, task, self._threads, self._form)
+        task, samples = self._ahead
+        full = size_of(task.number, self._form.full_rows, self._form.segment_bytes, ramp=task.ramp)
+        samples.begin(full.rows)
+
+    @property
+    def are_reading(self) -> bool:
+        return self._threads.are_reading
+
+    def close_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].close()
+
     def is_for(self, task: Task, sampler: bytes) -> bool:
         """True if a task's cache is still the open one: another cache may have its path by now."""
-        if (task.cache, sampler) != self._key:
+        if (task.cache, sampler) != self._key or task.reads != self._threads.count:
+            return False
+        if not self._threads.origin.is_here:  # its threads are the parent's
             return False
         try:
             with explaining(self.store.folder.path):
@@ -198,32 +228,57 @@ class _Worker:
 _of_thread = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
 
 
-def is_closing() -> bool:
-    """True while this thread closes a sampler's generator: nothing is to interrupt its `finally`."""
-    return getattr(_of_thread, "is_closing", False)
+def run(task: Task, ask: Callable[[], Task | None] | None = None) -> Done:
+    """Draw and publish one segment; an error of the sampler, or of a sample, is returned in the result.
 
-
-def run(task: Task) -> Done:
-    """Draw and publish one segment; an error of the sampler, or of a sample, is returned in the result."""
+    Args:
+        ask: returns the task that this thread runs next, if there is one now. Its reads begin once none of
+            this one's is left to begin.
+    """
     try:
-        return _run(task)
+        return _run(task, ask)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
         return failure(task, error)
 
 
-def _run(task: Task) -> Done:
+def close_ahead() -> None:
+    """Close the sampler of a task that `run` has begun ahead and that will not run."""
+    worker: _Worker | None = getattr(_of_thread, "worker", None)
+    if worker is not None:
+        worker.close_ahead()
+
+
+def are_reading() -> bool:
+    """True if reads of this thread's tasks are at work, given up or not."""
+    worker: _Worker | None = getattr(_of_thread, "worker", None)
+    return worker is not None and worker.are_reading
+
+
+def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
     sampler = _pickled_sampler(task)
     if sampler is None:
         return Done(task.number, lacks_sampler=True)
     worker: _Worker | None = getattr(_of_thread, "worker", None)
     if worker is None or not worker.is_for(task, sampler):
+        close_ahead()
         worker = _of_thread.worker = _Worker(task, sampler)
     has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
+    samples = worker.begun(task)
+
+    def check() -> None:
+        if has_ended():
+            raise Cancelled
+
+    def go_on() -> None:
+        check()
+        if ask is not None and samples.has_reads:
+            worker.begin_ahead(ask)
+
     try:
-        if not draw(worker.sampler, task, worker.builder, has_ended, progress):
-            return Done(task.number, stopped=True)
+        draw(samples, task, worker.builder, check, go_on, progress)
         encoded = worker.builder.encode()
+        go_on()
 
         def is_cancelled() -> bool:  # called while there is no room
             if progress is not None:
@@ -231,10 +286,9 @@ def _run(task: Task) -> Done:
             return has_ended()
 
         policy = RoomPolicy("wait", is_cancelled=is_cancelled, in_background=True)
-        try:
-            published = worker.store.publish(encoded, task.task_name, policy)
-        except Cancelled:
-            return Done(task.number, stopped=True)
+        published = worker.store.publish(encoded, task.task_name, policy)
+    except Cancelled:
+        return Done(task.number, stopped=True)
     finally:
         if progress is not None:
             progress.end()
@@ -242,88 +296,74 @@ def _run(task: Task) -> Done:
     return Done(task.number, encoded.rows, encoded.nbytes, published.waiting_seconds)
 
 
+def samples_of(sampler: Sampler, task: Task, threads: Threads, form: Form) -> Samples:
+    """Return task k's samples, of which none is drawn yet."""
+    rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
+    return Samples(sampler, rng, threads, form.segment_bytes)
+
+
 def draw(
-    sampler: Sampler,
+    samples: Samples,
     task: Task,
     builder: SegmentBuilder,
-    has_ended: Callable[[], bool],
+    check: Callable[[], None],
+    go_on: Callable[[], None],
     progress: Progress | None = None,
-) -> bool:
-    """Fill a builder with task k's samples, from the first on.
+) -> None:
+    """Fill a builder with task k's samples, from the first on, and close these.
 
     Args:
+        check: called before each sample, and may raise.
+        go_on: called in its place while a sample is read, and none is left to begin: see `Samples.take`.
         progress: counts each row.
-    Returns: True if the segment is full; False: the pool ended first.
     Raises: SamplerError: the sampler yields nothing, or no mapping. SchemaError: a sample does not fit; it is
-        named, if the sampler's attribute `drawn` does.
+        named, if the sampler's attribute `drawn` does. What the sampler and its reads raise.
     """
-    rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
     form = builder.form
     builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
-    is_divided, empty_calls = getattr(sampler, "is_divided", False), 0
-    while empty_calls < _EMPTY_CALLS:
-        samples = _called(sampler, rng)
-        empty_calls += 1
-        try:
-            for sample in samples:
-                if has_ended():
-                    return False
-                try:
-                    if not isinstance(sample, Mapping):
-                        raise SamplerError(
-                            "a sampler must yield mappings of field names to values, not "
-                            f"{type(sample).__name__}"
-                        )
-                    rows = builder.convert(sample, many=isinstance(sample, Rows))
-                    if rows.count:
-                        empty_calls = 0
-                    taken = builder.rows
-                    is_full = builder.take(rows, 0) < rows.count or builder.is_full
-                except _CANNOT_TAKE as error:
-                    settled(error)
-                    raise
-                if progress is not None and rows.count:
-                    progress.count(builder.rows, builder.expected_rows)
-                if is_full and is_divided and (builder.rows < taken + rows.count or next(samples, None)):
-                    raise settled(
-                        SamplerError(
-                            f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
-                            "them: give Items a smaller segment_items, or the cache larger segments"
-                        )
-                    )
-                if is_full:
-                    return True  # samples that no longer fit are dropped: the next task draws anew
-        except SchemaError as error:
-            if not (drawn := getattr(sampler, "drawn", "")):
+    empty_calls, has_rows = 0, False
+    try:
+        while empty_calls < _EMPTY_CALLS:
+            check()
+            sample = samples.take(builder.expected_rows - builder.rows, go_on)
+            if sample is None:  # a call has ended
+                if samples.are_divided and builder.rows:
+                    return
+                empty_calls, has_rows = (0 if has_rows else empty_calls + 1), False
+                continue
+            taken = builder.rows
+            try:
+                rows = builder.convert(sample, many=isinstance(sample, Rows))
+                has_rows |= rows.count > 0
+                samples.learn(rows.count, rows.nbytes)
+                is_full = builder.take(rows, 0) < rows.count or builder.is_full
+            except _CANNOT_TAKE as error:
+                settled(error)
                 raise
-            raise SchemaError(f"{drawn}: {error}") from None
-        finally:
-            close = getattr(samples, "close", None)
-            if close is not None:
-                _of_thread.is_closing = True
-                try:
-                    close()
-                finally:
-                    _of_thread.is_closing = False
-        if is_divided and builder.rows:
-            return True
+            if progress is not None and rows.count:
+                progress.count(builder.rows, builder.expected_rows)
+            if is_full and samples.are_divided and (builder.rows < taken + rows.count or samples.has_more()):
+                raise settled(
+                    SamplerError(
+                        f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
+                        "them: give Items a smaller segment_items, or the cache larger segments"
+                    )
+                )
+            if is_full:
+                return  # samples that no longer fit are dropped: the next task draws anew
+    except SchemaError as error:
+        if not samples.drawn:
+            raise
+        raise SchemaError(f"{samples.drawn}: {error}") from None
+    finally:
+        samples.close()
     raise settled(
         SamplerError(
             f"the sampler yielded nothing in {_EMPTY_CALLS} calls: it must yield at least one sample a call"
         )
     )
-
-
-def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:
-    try:
-        return iter(sampler(rng))
-    except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # from within the sampler
-        settled(error)  # it takes no generator, or returned nothing to iterate over
-        raise
 
 
 class _PoolWatch:

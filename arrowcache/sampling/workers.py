@@ -1,18 +1,23 @@
-"""Workers: the processes of a pool without a user's executor. Each draws one task at a time.
+"""Workers: the processes of a pool without a user's executor. Each publishes one task at a time.
 
 `Workers` owns the processes, and a thread for each: it starts the process, sends it tasks, waits for their
-results, and starts another process if one has died. `main` runs in such a process. Guarantees: a process
+results, and starts another process if one has died. A process whose reads are all begun asks for one task
+more, so that it reads on while it waits for them. `main` runs in such a process. Guarantees: a process
 that dies fails its own task and no other; all are gone when `shutdown` returns. A process outlives the pool's
 by some seconds at most, in which it closes its generator. So does one that gets a SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import os
+import select
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import closing, suppress
@@ -25,12 +30,27 @@ from arrowcache.lifetimes import at_fork
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.process import Channel, WorkerProcess
-from arrowcache.sampling.task import Done, Task, failure, is_closing, run
+from arrowcache.process import Channel, Message, WorkerProcess
+from arrowcache.sampling.reads import is_closing
+from arrowcache.sampling.task import Done, Task, are_reading, close_ahead, failure, run
 
 _CLOSING_SECONDS = 3.0  # for a sampler to give its next sample, and its generator to close
 _INTERRUPTED_SECONDS = 1.5  # for one that was interrupted; then its process is killed
+_ONE_MORE: Message = {"asks": "one more"}
 _ENDING_SECONDS = 5.0  # for both: a process that failed to kill itself by then is killed from here
+
+
+class _Drawing:
+    """A process at work, and its tasks: one that it draws, and perhaps one more, which it asked for."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process = process
+        self.tasks: deque[tuple[Future[Any], Task]] = deque()
+
+    def send(self, future: Future[Any], task: Task) -> None:
+        self.tasks.append((future, task))
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `hear` says so
+            self.process.channel.send({}, pickled(task, "the task {!r}"))
 
 
 class Workers(Executor):
@@ -42,20 +62,45 @@ class Workers(Executor):
         self._threads: list[threading.Thread] = []
         self._processes: set[WorkerProcess] = set()  # those that may be alive
         self._is_over = False
+        self._lock = threading.Lock()
+        self._busy = 0  # threads that have a task, or will have one of the queue
+        self._wishes: list[_Drawing] = []  # they ask for one task more
+        self._wish: Future[None] = Future()
+
+    @property
+    def wishes(self) -> int:
+        """The number of tasks that processes ask for beyond the one that each draws."""
+        return len(self._wishes)
+
+    def next_wish(self) -> Future[None]:
+        """Return a future that ends with the next of them."""
+        if self._wish.done():
+            self._wish = Future()
+        return self._wish
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
-        """Run a task, soon.
+        """Run a task, soon: in a process that has none, or after the one of a process that asks for it.
 
         Raises: WorkerError: no thread can be started.
         """
         assert function is run
+        (task,) = arguments
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._busy >= self._count and self._wishes:
+                self._wishes.pop(0).send(future, task)
+                return future
         if len(self._threads) < self._count:
             thread = threading.Thread(target=self._work, name="arrowcache-sampler", daemon=True)
             start(thread)
             self._threads.append(thread)
-        future: Future[Any] = Future()
-        self._asked.put((future, arguments[0]))
+        self._queue(future, task)
         return future
+
+    def _queue(self, future: Future[Any], task: Task) -> None:
+        with self._lock:
+            self._busy += 1
+        self._asked.put((future, task))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:  # noqa: ARG002
         """End the processes, and fail all tasks that they do not end, begun or not. Idempotent.
@@ -81,17 +126,19 @@ class Workers(Executor):
         process: WorkerProcess | None = None
         try:
             while (asked := self._asked.get()) is not None:
-                future, task = asked
                 try:
                     if process is None:
                         process = self._begun()
-                    future.set_result(_drawn(process, task))
+                    self._draw(process, *asked)
                 except BaseException as error:  # noqa: BLE001  # who waits for the future is told
-                    future.set_exception(explained(error) if isinstance(error, OSError) else error)
+                    if not asked[0].done():
+                        asked[0].set_exception(explained(error) if isinstance(error, OSError) else error)
                     if process is not None:
                         process.kill()
                     self._end(process)
                     process = None
+                with self._lock:
+                    self._busy -= 1
         finally:
             self._end(process)
 
@@ -104,6 +151,54 @@ class Workers(Executor):
             process.channel.say_no_more()
         return process
 
+    def _draw(self, process: WorkerProcess, future: Future[Any], task: Task) -> None:
+        """Have a process draw a task, and all that it asks for before it has ended.
+
+        Raises: WorkerError: it has died. OSError: the task cannot be sent.
+        """
+        drawing = _Drawing(process)
+        try:
+            drawing.send(future, task)
+            while self._goes_on(drawing):
+                said = process.hear()
+                if said is None:
+                    raise _death(process)
+                if said == _ONE_MORE:
+                    with self._lock:
+                        self._wishes.append(drawing)
+                    wish = self._wish
+                    if not wish.done():
+                        wish.set_result(None)
+                else:
+                    drawing.tasks.popleft()[0].set_result(Done(**said))
+        except BaseException as error:
+            self._give_up(drawing, error)
+            raise
+
+    def _goes_on(self, drawing: _Drawing) -> bool:
+        with self._lock:
+            if drawing.tasks:
+                return True
+            self._forget(drawing)
+        return False
+
+    def _forget(self, drawing: _Drawing) -> None:
+        if drawing in self._wishes:
+            self._wishes.remove(drawing)
+
+    def _give_up(self, drawing: _Drawing, error: BaseException) -> None:
+        """Fail the task that a process drew. Another one draws the one behind it, of which it is no fault."""
+        with self._lock:
+            self._forget(drawing)
+        if drawing.tasks:
+            future, _ = drawing.tasks.popleft()
+            future.set_exception(explained(error) if isinstance(error, OSError) else error)
+        for future, task in drawing.tasks:
+            if self._is_over:
+                future.set_exception(WorkerError("the pool ended before a process drew it"))
+            else:
+                self._queue(future, task)
+
     def _end(self, process: WorkerProcess | None) -> None:
         """See a process to its end. Blocks: some seconds, if it was told to end or killed."""
         if process is not None:
@@ -113,16 +208,40 @@ class Workers(Executor):
             self._processes.discard(process)
 
 
-def _drawn(process: WorkerProcess, task: Task) -> Done:
-    """Send a task to a process. Raises: WorkerError: it has died. OSError: the task cannot be sent."""
-    with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `hear` says so
-        process.channel.send({}, pickled(task, "the task {!r}"))
-    said = process.hear()
-    if said is None:
-        process.wait(_ENDING_SECONDS)  # it may have hung up first, and call its functions of `atexit` now
-        process.end()
-        raise WorkerError(f"process {process.pid}, which drew it, {process.how_it_ended()}")
-    return Done(**said)
+def _death(process: WorkerProcess) -> WorkerError:
+    process.wait(_ENDING_SECONDS)  # it may have hung up first, and call its functions of `atexit` now
+    process.end()
+    return WorkerError(f"process {process.pid}, which drew it, {process.how_it_ended()}")
+
+
+class _Tasks:
+    """A process' tasks, one after another, until the pool's process hangs up or is gone."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._ahead: Task | None = None
+        self._has_asked = self._is_over = False
+
+    def next(self) -> Task | None:
+        """Return the next task, or None after the last one. Blocks: until it comes."""
+        ahead, self._ahead, self._has_asked = self._ahead, None, False
+        return ahead if ahead is not None or self._is_over else self._received()
+
+    def ask(self) -> Task | None:
+        """Return the next task if it is there, and ask for it."""
+        if self._ahead is None and not self._is_over:
+            if not self._has_asked:
+                self._has_asked = True
+                self._channel.send(_ONE_MORE)
+            if select.select([self._channel], [], [], 0)[0]:
+                self._ahead = self._received()
+        return self._ahead
+
+    def _received(self) -> Task | None:
+        said = self._channel.receive()
+        self._is_over = said is None
+        task: Task | None = None if said is None else unpickled(said["data"])
+        return task
 
 
 def main(channel: Channel) -> None:
@@ -133,10 +252,17 @@ def main(channel: Channel) -> None:
     at_fork(in_child=_forget_signals)
     start(threading.Thread(target=_end_with_the_pool, args=[channel], name="arrowcache-end", daemon=True))
     linux.die_after_parent()
+    tasks = _Tasks(channel)
     with closing(channel), suppress(BrokenPipeError, ConnectionResetError):
-        while not _ending and (asked := channel.receive()) is not None:
-            channel.send(dataclasses.asdict(_told(unpickled(asked["data"]))))
+        try:
+            while not _ending and (task := tasks.next()) is not None:
+                channel.send(dataclasses.asdict(_told(task, tasks)))
+        finally:
+            close_ahead()
     _ending.append(0)  # nothing interrupts the functions of `atexit`
+    if are_reading():  # a thread that comes back from C as the interpreter ends may abort the process
+        atexit._run_exitfuncs()
+        os._exit(0)
 
 
 def _end_with_the_pool(channel: Channel) -> None:
@@ -170,9 +296,9 @@ def _forget_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _told(task: Task) -> Done:
+def _told(task: Task, tasks: _Tasks) -> Done:
     try:
-        return run(task)
+        return run(task, tasks.ask)
     except BaseException as error:  # a sampler may raise anything
         if _ending:
             raise

@@ -13,11 +13,11 @@ the examples. Shards of MosaicML's StreamingDataset (MDS): its reader does not i
 NumPy that this package needs.
 """
 
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources.items import Items
 from arrowcache.sampling.sources.map import Map
 from arrowcache.sampling.sources.mix import Mix
 from arrowcache.sampling.sources.parquet import ParquetRows
-from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.shards import WebDatasetShards, decode_by_name
 from arrowcache.sampling.sources.source import Source
 from arrowcache.sampling.sources.windows import ArrayWindows

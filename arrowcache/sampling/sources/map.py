@@ -13,9 +13,10 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
+from arrowcache.sampling.retries import settled
 from arrowcache.sampling.rows import single
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
-from arrowcache.sampling.task import Sampler, settled
+from arrowcache.sampling.task import Sampler
 from arrowcache.units import require_function
 
 

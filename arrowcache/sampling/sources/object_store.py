@@ -21,7 +21,7 @@ from pyarrow import fs
 
 from arrowcache.arrow.foreign import other_format
 from arrowcache.lifetimes import Origin
-from arrowcache.sampling.sources.retries import Retries
+from arrowcache.sampling.retries import Retries
 from arrowcache.units import did_you_mean
 
 T = TypeVar("T")

@@ -24,11 +24,11 @@ from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.handles import Handles
 from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, at_once, locate
-from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source
 from arrowcache.units import parse_count
 

@@ -19,9 +19,9 @@ from numpy.lib import format as npy
 from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile, locate
-from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source, shuffled
 from arrowcache.units import did_you_mean, parse_count
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import SchemaError
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources.arrays import Address, Array, open_array, split_uri
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.handles import Handles
 from arrowcache.sampling.sources.object_store import URI, at_once, locate
-from arrowcache.sampling.sources.retries import Retries
 from arrowcache.sampling.sources.source import Source
 from arrowcache.units import parse_count
 

@@ -10,6 +10,7 @@ from contextlib import closing
 import numpy as np
 import pyarrow as pa
 import pytest
+from drawing import fill
 from helpers import KIB, ROW, make_cache, published_ids
 from helpers import sample as row
 from pool_tasks import expected
@@ -20,7 +21,7 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.pickling import pickled
 from arrowcache.sampling.rows import single
-from arrowcache.sampling.task import Size, Task, draw, run, size_of
+from arrowcache.sampling.task import Size, Task, run, size_of
 from arrowcache.storage.locks import LockFile
 
 TURNED = ac.Schema({name: ROW[name] for name in reversed([*ROW])})
@@ -61,7 +62,7 @@ def ids_in(into: SegmentBuilder) -> list[int]:
 
 def drawn(sampler, number: int = 0, seed: int = 0) -> list[int]:
     into = builder()
-    assert draw(sampler, task(number, seed), into, lambda: False)
+    fill(sampler, task(number, seed), into)
     assert into.is_full
     return ids_in(into)
 
@@ -93,7 +94,7 @@ def test_a_small_segment_has_the_first_samples_of_its_task(chunk):
 
     into = builder()
     for number in [10, 0, 7, 8, 9, 11]:  # one builder for all, as a worker has it
-        assert draw(sampler, task(number, ramp=True), into, lambda: False)
+        fill(sampler, task(number, ramp=True), into)
         assert ids_in(into) == expected(number, 0)
 
 
@@ -103,9 +104,7 @@ def test_a_small_segment_of_texts_ends_by_its_bytes_but_not_before_its_first_row
     into = SegmentBuilder(Form(schema, 1 << 14, 1 << 20))
 
     def rows(number: int, text: str) -> int:
-        assert draw(
-            lambda rng: itertools.repeat({"text": text}), task(number, ramp=True), into, lambda: False
-        )
+        fill(lambda rng: itertools.repeat({"text": text}), task(number, ramp=True), into)
         return into.rows
 
     row_bytes = 100 + 4  # with its offset
@@ -156,7 +155,7 @@ def test_the_beginning_of_rows_that_no_longer_fit_fills_the_segment():
     schema = ac.Schema({"id": ac.Tensor("int64"), "text": ac.String()})
     into = SegmentBuilder(Form(schema, 64, 4096))
     many = ac.Rows(id=np.arange(10), text=["x" * 300] * 10)
-    assert draw(lambda rng: iter([many] * 3), task(), into, lambda: False)
+    fill(lambda rng: iter([many] * 3), task(), into)
     assert ids_in(into) == (list(range(10)) * 2)[: into.rows]
     assert 1 <= into.rows < 14
 
@@ -198,16 +197,17 @@ def test_a_sampler_may_sometimes_yield_nothing():
 
 def test_a_sampler_that_yields_nothing_is_an_error():
     with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
-        draw(lambda rng: [], task(), builder(), lambda: False)
+        fill(lambda rng: [], task(), builder())
     nothing = ac.Rows(id=[], image=np.empty((0, 16, 16), np.float32))
     with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
-        draw(lambda rng: [nothing], task(), builder(), lambda: False)
+        fill(lambda rng: [nothing], task(), builder())
 
 
 def test_drawing_ends_when_the_pool_has():
-    looks = iter([False] * 5 + [True] * 100)
+    left = iter(range(5))
     calls: list[str] = []
-    assert not draw(sampler_of(None, calls), task(), builder(), lambda: next(looks))
+    with pytest.raises(StopIteration):
+        fill(sampler_of(None, calls), task(), builder(), lambda: next(left) and None)
     assert calls == ["called", "closed"]
 
 

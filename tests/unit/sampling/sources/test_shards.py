@@ -18,8 +18,8 @@ from drawing import require_pure, take
 
 import arrowcache as ac
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources import WebDatasetShards
-from arrowcache.sampling.sources.retries import Retries
 
 
 def encoded(array: np.ndarray, allow_pickle: bool = False) -> bytes:

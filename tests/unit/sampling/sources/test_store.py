@@ -9,10 +9,10 @@ import pytest
 from helpers import in_child
 from pyarrow import fs
 
+from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.handles import Handles
 from arrowcache.sampling.sources.object_store import at_once, locate, redacted
-from arrowcache.sampling.sources.retries import Retries
 
 
 def failing(*errors: Exception):

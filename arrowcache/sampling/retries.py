@@ -1,8 +1,8 @@
 """Retries: tries a read of a remote store again, while its error may pass.
 
-Some errors are permanent: a missing file, and credentials that the store refuses. They end at once, as
-FileNotFoundError and PermissionError with advice. Other errors of the operating
-system or the store (a connection that was reset, 503, a body that was cut off) are tried again after a
+Some errors are permanent: a missing file, credentials that the store refuses, a bug. They end at once; those
+of ready sources as FileNotFoundError and PermissionError with advice. Other errors of the operating system or
+the store (a connection that was reset, 503, a body that was cut off) are tried again after a
 delay that doubles and is drawn at random, so that a hundred samplers do not all come back at the same
 moment (Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015: "full jitter").
 It must never draw from a task's generator: the content of a task does not depend on the store's health.
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
+from arrowcache.errors import CacheFormatError, SchemaError
 from arrowcache.units import parse_count, parse_seconds
 
 T = TypeVar("T")
@@ -31,6 +32,52 @@ _REFUSED = {
 }  # fmt: skip
 _ABSENT = {"NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "NOT_FOUND", "404"}
 _SETTLED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+#: Of a program, or of bytes that are not what they should be.
+_BUGS = (
+    ArithmeticError, AssertionError, AttributeError, CacheFormatError, ImportError, LookupError, MemoryError,
+    NameError, NotImplementedError, SchemaError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+_MAY_PASS = {408, 425, 429}  # of the 4xx: too slow, too early, too many
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+def settled(error: _E) -> _E:
+    """Mark an error as one that cannot pass, such as that of a sample that does not fit."""
+    error.is_settled = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_marked(error: BaseException) -> bool:
+    return getattr(error, "is_settled", False)
+
+
+def may_pass(error: Exception) -> bool:
+    """True if another attempt at a read may end in another way, whoever wrote it, and with which library."""
+    if is_marked(error) or isinstance(error, _BUGS):
+        return False
+    status = _status(error)
+    if status is not None:
+        return not 400 <= status < 500 or status in _MAY_PASS
+    return not isinstance(error, OSError) or not is_settled(error)
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status in an error: of requests, httpx, urllib, aiohttp, botocore, Google's clients."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        found = next(
+            (
+                value
+                for of in (response, error)
+                for name in ("status_code", "status", "code")
+                if isinstance(value := getattr(of, name, None), int)
+            ),
+            None,
+        )
+    return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
 def _fraction() -> float:
@@ -71,6 +118,26 @@ class Retries:
             return retries
         return cls(retries)
 
+    def call(self, read: Callable[[], T], is_over: Callable[[], bool] = lambda: False) -> T:
+        """Return the result of anybody's `read`, at the first attempt that succeeds.
+
+        Args:
+            is_over: True: nobody waits for it any more, and there are no further attempts.
+        Blocks: for all attempts and the delays between them.
+        Raises: what `read` raised last: at once, if it may not pass (see `may_pass`).
+        """
+        for attempt in range(self.count):
+            try:
+                return read()
+            except Exception as error:
+                if is_over() or not may_pass(error):
+                    raise
+                self.sleep(self._delay(attempt))
+        return read()
+
+    def _delay(self, attempt: int) -> float:
+        return self.jitter() * min(self.most_seconds, self.first_seconds * 2**attempt)
+
     def run(self, read: Callable[[], T], name: str) -> T:
         """Return the result of `read`, at the first attempt that succeeds.
 
@@ -86,7 +153,7 @@ class Retries:
             except OSError as error:
                 if attempt == self.count or is_settled(error):
                     end(error, name, attempt + 1)
-                self.sleep(self.jitter() * min(self.most_seconds, self.first_seconds * 2**attempt))
+                self.sleep(self._delay(attempt))
         raise AssertionError("the last attempt returns or raises")
 
 

@@ -1,0 +1,379 @@
+"""Reads: samples that are read many at a time, in threads, and come in the order in which they were yielded.
+
+    def sample(rng):
+        for key in rng.permutation(keys):
+            yield partial(read, key)  # read(key) runs in one of `reads` threads
+
+`Samples` runs one task's sampler, and gives its samples; `Threads` runs the reads of one worker's tasks.
+Guarantees: the sampler alone draws from `rng`, in the task's thread, in which it is closed, too. Samples
+come in the order of yielding: a task has the same rows whatever `reads` is, and whichever read is slow, fails
+or is tried again. Results that wait take about the bytes of a segment, of all tasks of a process together,
+beside those of `reads` reads. A sampler that yields no callable costs none of this.
+It must never have more threads than `reads`: a read that was given up keeps its thread until it returns.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from arrowcache.errors import SamplerError
+from arrowcache.lifetimes import Origin
+from arrowcache.os_errors import start
+from arrowcache.sampling.retries import Retries, settled
+
+Sampler = Callable[["np.random.Generator"], Any]
+Values = Mapping[str, Any]
+Read = Callable[[], Values]
+"""What a sampler yields in place of a sample, to be called in a thread."""
+
+_LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
+_IDLE_SECONDS = 5.0  # of a thread without a read, before it ends
+_ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
+_WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
+
+
+class _Pending:
+    """A read on its way. `has_ended` is locked until it returned or raised."""
+
+    __slots__ = ("drawn", "error", "has_ended", "held_bytes", "is_cancelled", "read", "values")
+
+    def __init__(self, read: Read, drawn: str, held_bytes: int) -> None:
+        self.read, self.drawn, self.held_bytes = read, drawn, held_bytes
+        self.values: Any = None
+        self.error: BaseException | None = None
+        self.is_cancelled = False
+        self.has_ended = threading.Lock()
+        self.has_ended.acquire()
+
+    def run(self, retries: Retries) -> None:
+        try:
+            if not self.is_cancelled:
+                self.values = retries.call(self.read, lambda: self.is_cancelled)
+        except BaseException as error:  # noqa: BLE001  # the task raises it in its turn
+            self.error = error
+        finally:
+            self.has_ended.release()
+
+
+class _Ready(NamedTuple):
+    """A sample that was yielded as such, behind reads."""
+
+    values: Any
+    drawn: str
+
+
+class _Raised(NamedTuple):
+    """An exception of the sampler, behind reads."""
+
+    error: Exception
+    drawn: str
+
+
+_END = object()  # of a call of the sampler, behind its samples
+
+
+class _Held:
+    """The bytes that results of reads take in this process, begun or waiting, as far as they can be told."""
+
+    def __init__(self) -> None:
+        self.nbytes, self._lock = 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+_held = _Held()
+
+
+class Threads:
+    """The threads that run the reads of one worker. They start with its first ones, and end once idle.
+
+    Args:
+        count: of reads at a time.
+        retries: of each read whose error may pass.
+    """
+
+    def __init__(self, count: int, retries: Retries | None = None) -> None:
+        self.count, self.retries = count, Retries() if retries is None else retries
+        self.origin = Origin()
+        self.mean_rows, self.mean_bytes = 1.0, 0.0  # of a read's result, so far
+        self._asked: SimpleQueue[_Pending] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._running = 0  # threads
+        self._open = 0  # reads that were submitted, and have not ended
+
+    @property
+    def backlog(self) -> int:
+        """The number of reads that wait for a thread; below zero, of threads that could read at once."""
+        return self._open - self.count
+
+    @property
+    def are_reading(self) -> bool:
+        return self._open > 0
+
+    def submit(self, pending: _Pending) -> None:
+        """Run a read soon, in the order of submission. Raises: WorkerError: no thread can be started."""
+        with self._lock:
+            self._open += 1
+            is_enough = self._running >= min(self.count, self._open)
+            self._running += not is_enough
+        if not is_enough:
+            try:
+                start(threading.Thread(target=self._work, name="arrowcache-read", daemon=True))
+            except BaseException:
+                with self._lock:
+                    self._running -= 1
+                    if not self._running:
+                        self._open -= 1
+                        raise
+        self._asked.put(pending)
+
+    def learn(self, rows: int, nbytes: int) -> None:
+        """Note what a read gave: what the next ones will give is guessed from it."""
+        share = 1 / _ESTIMATE_READS if self.mean_bytes else 1.0
+        self.mean_rows += (rows - self.mean_rows) * share
+        self.mean_bytes += (nbytes - self.mean_bytes) * share
+
+    def _work(self) -> None:
+        while True:
+            try:
+                pending = self._asked.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                with self._lock:
+                    if self._running > self._open:  # else one is about to be put
+                        self._running -= 1
+                        return
+                continue
+            pending.run(self.retries)
+            with self._lock:
+                self._open -= 1
+            del pending  # the task's alone
+
+
+class Samples:
+    """The samples of one task, in the order of yielding. Used in one thread.
+
+    Args:
+        sampler: called with `rng`, and called again whenever it ends.
+        most_bytes: of results that wait.
+    """
+
+    def __init__(self, sampler: Sampler, rng: np.random.Generator, threads: Threads, most_bytes: int) -> None:
+        self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
+        self.are_divided = getattr(sampler, "is_divided", False)
+        self._yielded: Iterator[Any] | None = None  # of the call at work
+        self._entries: deque[Any] = deque()  # _Pending, _Ready, _Raised or _END
+        self._reads = self._ready = 0  # of these, in the queue
+        self._is_stuck = False  # the queue ends in what has to be taken first
+        self._was_read = False  # the sample that was taken last
+        self._drawn: str | None = None
+        self.has_reads = False  # it has yielded one
+
+    @property
+    def drawn(self) -> str:
+        """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
+        return getattr(self._sampler, "drawn", "") if self._drawn is None else self._drawn
+
+    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | None:
+        """Return the next sample, or None once a call of the sampler has ended.
+
+        Args:
+            wanted_rows: rows that the task has room for. Reads are begun for about so many.
+            go_on: called where threads are free and no read is left to begin, and a few times a second while
+                a read is waited for. May raise.
+        Blocks: until it is read.
+        Raises: what the sampler or the read raised, or `go_on`. SamplerError: neither a sample nor a read.
+        """
+        while True:
+            head = self._entries[0] if self._entries else None
+            waits = head is None or (isinstance(head, _Pending) and head.has_ended.locked())
+            if (waits or self._threads.backlog < 0) and self._may_go_on(wanted_rows):
+                self._go_on()
+            elif not waits:
+                break
+            else:
+                go_on()
+                if head.has_ended.acquire(timeout=_LOOK_SECONDS):
+                    head.has_ended.release()
+        if self._reads and self._threads.backlog < 0:
+            go_on()
+        return self._taken()
+
+    def begin(self, wanted_rows: int) -> None:
+        """Begin reads for about so many rows, and wait for none."""
+        while self._threads.backlog < self._threads.count and self._may_go_on(wanted_rows):
+            self._go_on()
+
+    def learn(self, rows: int, nbytes: int) -> None:
+        """Note the size of the sample that was taken last."""
+        if self._was_read:
+            self._threads.learn(rows, nbytes)
+
+    def has_more(self) -> bool:
+        """True if this call of the sampler yields something more. Blocks: as the sampler does."""
+        while not self._entries:
+            self._go_on()
+        return self._entries[0] is not _END
+
+    def close(self) -> None:
+        """Give up what was not taken, and close the sampler. Reads that run already go on by themselves."""
+        while self._entries:
+            entry = self._entries.popleft()
+            if isinstance(entry, _Pending):
+                entry.is_cancelled = True
+                _held.add(-entry.held_bytes)
+        self._reads = self._ready = 0
+        yielded, self._yielded = self._yielded, None
+        close = getattr(yielded, "close", None)
+        if close is not None:
+            _of_thread.is_closing = True
+            try:
+                close()
+            finally:
+                _of_thread.is_closing = False
+
+    def _may_go_on(self, wanted_rows: int) -> bool:
+        """True if the sampler is to yield something more now."""
+        if not self._entries:
+            return True
+        if not self._reads or self._is_stuck:  # what can be taken is taken first
+            return False
+        threads = self._threads
+        if self._ready + self._reads * threads.mean_rows >= wanted_rows:
+            return False
+        return _held.nbytes <= self._most_bytes + (threads.count - 1) * threads.mean_bytes
+
+    def _go_on(self) -> None:
+        """Take one thing more from the sampler, into the queue."""
+        try:
+            if self._yielded is None:
+                self._yielded, self._is_stuck = _called(self._sampler, self._rng), True
+            sample = next(self._yielded)
+            if isinstance(sample, Mapping):
+                self._entries.append(_Ready(sample, self._named() if self._entries else ""))
+                self._ready += 1
+            elif callable(sample):
+                require_bound(sample, self._yielded, self._rng)
+                self._begin(sample)
+            else:
+                raise settled(
+                    SamplerError(
+                        "a sampler must yield mappings of field names to values, or callables that return "
+                        f"such, not {type(sample).__name__}"
+                    )
+                )
+            self._is_stuck = False
+        except StopIteration:
+            self._yielded = None
+            self._entries.append(_END)
+            self._is_stuck |= self.are_divided  # a call that yielded nothing leaves it as it was: stuck
+        except Exception as error:  # noqa: BLE001  # a sampler may raise anything; it comes in its turn
+            self._entries.append(_Raised(error, self._named()))
+            self._is_stuck = True
+
+    def _named(self) -> str:
+        return getattr(self._sampler, "drawn", "")
+
+    def _begin(self, read: Read) -> None:
+        self.has_reads = True
+        pending = _Pending(read, self._named(), int(self._threads.mean_bytes))
+        self._threads.submit(pending)
+        _held.add(pending.held_bytes)
+        self._entries.append(pending)
+        self._reads += 1
+
+    def _taken(self) -> Values | None:
+        entry = self._entries.popleft()
+        self._was_read, self._drawn = isinstance(entry, _Pending), None
+        if entry is _END:
+            return None
+        self._drawn = entry.drawn or None
+        if isinstance(entry, _Ready):
+            self._ready -= 1
+            return entry.values
+        if isinstance(entry, _Pending):
+            self._reads -= 1
+            _held.add(-entry.held_bytes)
+            if entry.error is None:
+                return _required(entry.values, entry.read)
+        raise entry.error
+
+
+def _required(values: Any, read: Read) -> Values:
+    if isinstance(values, Mapping):
+        return values
+    what = "another callable" if callable(values) else type(values).__name__
+    raise settled(
+        SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}")
+    )
+
+
+def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:
+    try:
+        return iter(sampler(rng))
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # from within the sampler
+        settled(error)  # it takes no generator, or returned nothing to iterate over
+        raise
+
+
+def require_bound(read: Read, yielded: Iterator[Any], rng: np.random.Generator) -> None:
+    """Raise SamplerError for a read that would see what changes as its sampler goes on.
+
+    That is a function that refers to variables of the sampler's generator, and one that draws from `rng`.
+    """
+    function: Any = read
+    given: list[Any] = []
+    while isinstance(function, partial):
+        given += [*function.args, *function.keywords.values()]
+        function = function.func
+    if isinstance(function, MethodType | BuiltinMethodType):
+        given.append(function.__self__)
+    elif isinstance(function, FunctionType):
+        given += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        if late := _late(function, yielded):
+            raise settled(
+                SamplerError(
+                    f"the sampler yields {function.__qualname__}, which reads {', '.join(late)} when it is "
+                    f"called, and the sampler has gone on by then: {_WAY_OUT}"
+                )
+            )
+    if any(value is rng for value in given):
+        raise settled(
+            SamplerError(
+                f"the sampler yields {read!r}, which draws from rng in another thread, in any order: draw "
+                "first, and yield what reads it, as in `yield partial(read, rng.integers(n))`"
+            )
+        )
+
+
+def _late(function: FunctionType, yielded: Any) -> list[str]:
+    """The names of a function's variables that are a running generator's own."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    late: list[str] = []
+    while cells and isinstance(yielded, GeneratorType):
+        own = set(yielded.gi_code.co_cellvars)
+        # The variables are the frame's up to Python 3.10, and the generator's from 3.11 on.
+        held = {id(each) for each in gc.get_referents(yielded, yielded.gi_frame)}
+        late += [name for name, cell in cells.items() if name in own and id(cell) in held]
+        yielded = yielded.gi_yieldfrom
+    return late
+
+
+_of_thread = threading.local()
+
+
+def is_closing() -> bool:
+    """True while this thread closes a sampler's generator: nothing is to interrupt its `finally`."""
+    return getattr(_of_thread, "is_closing", False)

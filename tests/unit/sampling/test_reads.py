@@ -1,0 +1,414 @@
+"""Reads: many at a time, in the order of yielding, and the same rows however they go."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from drawing import fill
+from helpers import wait_until
+
+import arrowcache as ac
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.reads import Samples, Threads, _held
+from arrowcache.sampling.retries import Retries, may_pass
+from arrowcache.sampling.task import Task
+
+SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (256,))})
+ROWS = 40
+
+
+def row(key: int) -> dict[str, Any]:
+    return {"id": key, "x": np.full(256, key, np.float32)}
+
+
+def task(number: int = 0, reads: int = 4) -> Task:
+    return Task("", b"", "default.0", 0, number, token=0, ramp=False, reads=reads)
+
+
+def builder(rows: int = ROWS) -> SegmentBuilder:
+    return SegmentBuilder(Form(SCHEMA, rows, 1 << 20))
+
+
+class Store:
+    """Reads of rows, of which it counts those at work."""
+
+    def __init__(self) -> None:
+        self.lock, self.at_work, self.most, self.begun = threading.Lock(), 0, 0, 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.threads: set[int] = set()
+
+    def read(self, key: int, seconds: float = 0.0) -> dict[str, Any]:
+        with self.lock:
+            self.begun += 1
+            self.at_work += 1
+            self.most = max(self.most, self.at_work)
+            self.threads.add(threading.get_ident())
+        try:
+            time.sleep(seconds)
+            self.gate.wait(60)
+            return row(key)
+        finally:
+            with self.lock:
+                self.at_work -= 1
+
+
+def ids_of(sampler: Any, reads: int = 4, rows: int = ROWS, threads: Threads | None = None) -> list[int]:
+    into = builder(rows)
+    fill(sampler, task(reads=reads), into, threads=threads)
+    found: list[int] = pa.ipc.open_file(b"".join(into.encode().pieces)).read_all()["id"].to_pylist()
+    return found
+
+
+def counting(read: Callable[..., Any], of: int = 1 << 30, seconds: float = 0.0):
+    def sampler(rng):
+        for key in range(of):
+            yield partial(read, key, seconds)
+
+    return sampler
+
+
+@pytest.mark.parametrize("reads", [1, 3, 64])
+def test_a_task_has_the_same_rows_whatever_reads_is_and_however_they_go(reads):
+    chance = random.Random(reads)
+
+    class Source:
+        schema = SCHEMA
+
+        def __init__(self, is_read: bool) -> None:
+            self.is_read, self.failed = is_read, set()
+
+        def one(self, key: int) -> dict[str, Any]:
+            time.sleep(chance.choice([0, 0, 0.003]))
+            if chance.random() < 0.2 and key not in self.failed:
+                self.failed.add(key)
+                raise ConnectionResetError("reset")
+            return row(key)
+
+        def many(self, key: int, count: int) -> ac.Rows:
+            time.sleep(chance.choice([0, 0.005]))
+            return ac.Rows(id=np.arange(key, key + count), x=np.full((count, 256), key, np.float32))
+
+        def __call__(self, rng):
+            for _ in range(int(rng.integers(3, 9))):  # it is called again
+                key, kind = int(rng.integers(1 << 30)), rng.integers(3)
+                count = int(rng.integers(4))
+                if kind == 0:
+                    yield row(key)
+                elif kind == 1:
+                    yield partial(self.one, key) if self.is_read else row(key)
+                else:
+                    yield partial(self.many, key, count) if self.is_read else self.many(key, count)
+
+    threads = Threads(reads, Retries(3, 0.0))
+    for number in range(4):
+        into = builder()
+        fill(Source(True), task(number), into, threads=threads)
+        as_ever = builder()
+        fill(Source(False), task(number), as_ever)
+        assert b"".join(into.encode().pieces) == b"".join(as_ever.encode().pieces)
+    assert _held.nbytes == 0
+
+
+@pytest.mark.parametrize("reads", [1, 4, 16])
+def test_as_many_reads_run_at_a_time_as_are_asked_for_and_never_more(reads):
+    store = Store()
+    store.gate.clear()
+    with ThreadPoolExecutor(1) as executor:
+        ids = executor.submit(ids_of, counting(store.read), reads)
+        wait_until(lambda: store.at_work == reads, "the reads")
+        store.gate.set()
+        assert ids.result(60) == list(range(ROWS))
+    assert store.most == reads
+    assert store.begun == ROWS, "none is read that has no room"
+
+
+def test_reads_of_many_calls_run_at_a_time_too():
+    store = Store()
+    store.gate.clear()
+
+    def one_a_call(rng):
+        yield partial(store.read, int(rng.integers(1 << 30)))
+
+    with ThreadPoolExecutor(1) as executor:
+        ids = executor.submit(ids_of, one_a_call, 8)
+        wait_until(lambda: store.at_work == 8, "the reads")
+        store.gate.set()
+        assert len(set(ids.result(60))) == ROWS
+
+
+def test_a_sampler_without_reads_starts_no_thread():
+    before = threading.active_count()
+    assert ids_of(lambda rng: map(row, range(ROWS))) == list(range(ROWS))
+    assert threading.active_count() == before
+
+
+def test_the_sampler_is_called_and_closed_in_the_tasks_thread_and_reads_are_elsewhere():
+    store, seen = Store(), []
+
+    def sampler(rng):
+        try:
+            seen.append(threading.get_ident())
+            yield from counting(store.read)(rng)
+        finally:
+            seen.append(threading.get_ident())
+
+    ids_of(sampler)
+    assert seen == [threading.get_ident()] * 2
+    assert threading.get_ident() not in store.threads
+
+
+def test_the_first_error_in_the_order_of_yielding_ends_the_task():
+    def read(key, seconds):
+        if key in (7, 11):
+            time.sleep(0.05 if key == 7 else 0)
+            raise ZeroDivisionError(f"read {key}")
+        return row(key)
+
+    with pytest.raises(ZeroDivisionError, match="read 7"):
+        ids_of(counting(read), 8)
+    assert ids_of(counting(read), 8, rows=7) == list(range(7)), "errors behind the last row are nobody's"
+    assert _held.nbytes == 0
+
+
+def test_an_error_of_the_sampler_comes_behind_the_samples_before_it():
+    store = Store()
+
+    def sampler(rng):
+        for key in range(5):
+            yield partial(store.read, key)
+        raise OSError("the list of keys ends")
+
+    with pytest.raises(OSError, match="list of keys"):
+        ids_of(sampler)
+    assert ids_of(sampler, rows=5) == list(range(5))
+
+
+def test_a_sample_that_does_not_fit_is_named_though_the_sampler_has_gone_on():
+    class Named:
+        drawn = ""
+
+        def __call__(self, rng):
+            for key in range(ROWS):
+                self.drawn = f"key {key}"
+                yield partial(dict, id="seven" if key == 7 else key, x=np.zeros(256, np.float32))
+
+    with pytest.raises(SchemaError, match=r"^key 7: field 'id'"):
+        ids_of(Named())
+
+
+def test_reads_that_were_given_up_do_not_run_and_those_at_work_count():
+    store, threads = Store(), Threads(3, Retries(0))
+    store.gate.clear()
+    samples = Samples(counting(store.read), np.random.default_rng(0), threads, 1 << 20)
+    samples.begin(ROWS)
+    wait_until(lambda: store.at_work == 3, "the reads")
+    samples.close()
+    assert _held.nbytes == 0
+    with ThreadPoolExecutor(1) as executor:
+        ids = executor.submit(ids_of, counting(store.read), 3, 3, threads)
+        time.sleep(0.2)
+        assert store.begun == 3, "their threads are still at work"
+        store.gate.set()
+        assert ids.result(60) == [0, 1, 2]
+    assert store.begun == 6
+    assert store.most == 3
+
+
+def test_threads_end_once_there_is_nothing_to_read(monkeypatch):
+    monkeypatch.setattr("arrowcache.sampling.reads._IDLE_SECONDS", 0.05)
+    before, threads = threading.active_count(), Threads(4)
+    for _ in range(3):
+        assert ids_of(counting(Store().read, seconds=0.001), threads=threads) == list(range(ROWS))
+        wait_until(lambda: threading.active_count() == before, "the threads' end")
+    assert not threads.are_reading
+
+
+def test_what_waits_to_be_taken_is_bounded_by_bytes():
+    store, threads = Store(), Threads(2, Retries(0))
+    form = Form(SCHEMA, 1 << 20, 64 << 10)  # 62 rows
+
+    def taken(samples: Samples) -> None:
+        assert samples.take(1 << 20, lambda: None) is not None
+        samples.learn(1, 1032)
+
+    samples = Samples(counting(store.read), np.random.default_rng(0), threads, form.segment_bytes)
+    taken(samples)
+    wait_until(lambda: not threads.are_reading, "the reads")
+    for _ in range(20):
+        taken(samples)
+        wait_until(lambda: not threads.are_reading, "the reads")
+    assert store.begun - 21 <= (64 << 10) // 1032 + 4
+    samples.close()
+
+
+LATE = {}
+
+
+def late(function):
+    LATE[function.__name__] = function
+    return function
+
+
+def module_read(key: int) -> dict[str, Any]:
+    return row(key)
+
+
+@late
+def a_lambda(rng):
+    for key in range(ROWS):
+        yield lambda: module_read(key)  # noqa: B023
+
+
+@late
+def a_function(rng):
+    for key in range(ROWS):
+
+        def read():
+            return module_read(key)  # noqa: B023
+
+        yield read
+
+
+@late
+def one_within(rng):
+    def keys():
+        for key in range(ROWS):
+            yield lambda: module_read(key)  # noqa: B023
+
+    yield from keys()
+
+
+@late
+def one_in_a_partial(rng):
+    for key in range(ROWS):
+        yield partial(lambda scale: module_read(key * scale), 1)  # noqa: B023
+
+
+@late
+def one_behind_a_default(rng):
+    for key in range(ROWS):
+        yield lambda scale=1: module_read(key * scale)  # noqa: B023
+
+
+@pytest.mark.parametrize("sampler", LATE.values(), ids=LATE)
+def test_a_function_that_would_see_the_samplers_variables_later_is_refused(sampler):
+    with pytest.raises(SamplerError, match=r"yield partial\(read, key\)") as caught:
+        ids_of(sampler)
+    assert getattr(caught.value, "is_settled", False), "and is not tried again"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda rng: partial(module_read, rng),
+        lambda rng: partial(module_read, key=rng),
+        lambda rng: partial(rng.integers, 5),
+        lambda rng: rng.random,
+        lambda rng: partial(partial(module_read, rng), 3),
+        lambda rng: lambda own=rng: module_read(int(own.integers(9))),
+    ],
+)
+def test_a_read_that_draws_from_rng_is_refused(read):
+    def sampler(rng):
+        yield read(rng)
+
+    with pytest.raises(SamplerError, match="draws from rng"):
+        ids_of(sampler)
+
+
+def test_what_keeps_its_values_is_taken():
+    client = Store()
+
+    class Reader:
+        def __init__(self, key):
+            self.key = key
+
+        def __call__(self):
+            return module_read(self.key)
+
+    def made(key):
+        return lambda: module_read(key)
+
+    def sampler(rng):
+        (child,) = rng.spawn(1)
+        yield partial(module_read, 0)
+        yield lambda key=1: client.read(key)
+        yield Reader(2)
+        yield made(3)
+        yield Reader(4).__call__
+        yield partial(lambda key, own: module_read(key), 5, own=child)
+
+    assert ids_of(sampler, rows=6) == list(range(6))
+
+
+@pytest.mark.parametrize("result", [None, 7, [row(1)], lambda: row(1), partial(row, 1)])
+def test_a_read_that_returns_no_sample_is_an_error(result):
+    with pytest.raises(SamplerError, match="must return a mapping"):
+        ids_of(lambda rng: [partial(lambda found: found, result)])
+
+
+def test_a_mapping_that_can_be_called_is_a_sample():
+    class Both(dict):
+        def __call__(self):
+            raise AssertionError("it is a sample")
+
+    assert ids_of(lambda rng: [Both(row(key)) for key in range(ROWS)]) == list(range(ROWS))
+
+
+def with_status(kind: type[Exception], **attributes: Any) -> Exception:
+    error = kind("failed")
+    for name, value in attributes.items():
+        setattr(error, name, value)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError("reset"), True),
+        (TimeoutError("slow"), True),
+        (EOFError("cut off"), True),
+        (with_status(Exception, status_code=503), True),
+        (with_status(Exception, status=429), True),
+        (with_status(OSError, code=404), False),
+        (with_status(Exception, response={"ResponseMetadata": {"HTTPStatusCode": 500}}), True),
+        (with_status(Exception, response={"ResponseMetadata": {"HTTPStatusCode": 403}}), False),
+        (with_status(OSError, response=with_status(Exception, status_code=404)), False),
+        (FileNotFoundError("gone"), False),
+        (PermissionError("no"), False),
+        (KeyError("x"), False),
+        (ValueError("does not decode"), False),
+        (MemoryError(), False),
+        (SchemaError("x"), False),
+    ],
+)
+def test_a_read_is_tried_again_if_its_error_may_pass(error, passes):
+    assert may_pass(error) is passes
+    calls, delays = [], []
+
+    def read():
+        calls.append(0)
+        if len(calls) < 3:
+            raise error
+        return row(1)
+
+    threads = Threads(1, Retries(2, sleep=delays.append))
+    if passes:
+        assert ids_of(lambda rng: [read], rows=1, threads=threads) == [1]
+        assert len(delays) == 2
+    else:
+        with pytest.raises(type(error)):
+            ids_of(lambda rng: [read], rows=1, threads=threads)
+        assert calls == [0]

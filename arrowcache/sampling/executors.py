@@ -71,8 +71,7 @@ class ExecutorEngine:
         return watch, token
 
     def idle(self) -> int:
-        wishes = 0 if self._own is None else self._own.wishes
-        return self._options.workers + wishes - len(self._running)
+        return self._options.workers - len(self._running) if self._own is None else self._own.idle()
 
     def claim(self, count: int) -> list[Task]:
         """Claim one task: it is soon begun, as an ending pool leaves a gap for a number that is not."""

@@ -67,13 +67,13 @@ class Workers(Executor):
         self._wishes: list[_Drawing] = []  # they ask for one task more
         self._wish: Future[None] = Future()
 
-    @property
-    def wishes(self) -> int:
-        """The number of tasks that processes ask for beyond the one that each draws."""
-        return len(self._wishes)
+    def idle(self) -> int:
+        """Return the number of tasks that may begin now, in free processes and in those that ask for one."""
+        with self._lock:
+            return self._count - self._busy + len(self._wishes)
 
     def next_wish(self) -> Future[None]:
-        """Return a future that ends with the next of them."""
+        """Return a future that ends once a process asks for one task more."""
         if self._wish.done():
             self._wish = Future()
         return self._wish

@@ -1,0 +1,169 @@
+"""Reads in the workers of pools: of the next task, too; and what a kill, a stop or a hung store leaves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers import DEADLINE_SECONDS, make_cache, wait_until
+from helpers import sample as row
+from pool_tasks import expected, tasks
+
+import arrowcache as ac
+
+
+def reader(
+    folder: Path | None = None, gate: Path | None = None, *, of_task: int = 1 << 30, closes: bool = False
+):
+    """A sampler like `draws()`, by reads, which note that they began, and wait for a gate."""
+
+    def read(key: int, name: str) -> dict:
+        if folder is not None:
+            Path(folder, name).touch()
+        while gate is not None and not os.path.exists(gate):
+            time.sleep(0.005)
+        return row(key)
+
+    def sampler(rng):
+        (task,) = rng.bit_generator.seed_seq.spawn_key
+        try:
+            for number in itertools.count():
+                yield partial(read, int(rng.integers(1 << 20)), f"{task}.{number}.{os.getpid()}")
+        finally:
+            if closes:
+                Path(folder, f"closed.{task}").touch()
+
+    return sampler
+
+
+def begun(folder: Path) -> set[int]:
+    """The tasks of which a read has begun."""
+    return {int(path.name.partition(".")[0]) for path in folder.glob("[0-9]*")}
+
+
+def pids(folder: Path) -> set[int]:
+    return {int(path.suffix[1:]) for path in folder.glob("[0-9]*")}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "begun"
+    path.mkdir()
+    return path
+
+
+def require_as_ever(cache: ac.Cache, count: int) -> None:
+    """Tasks 0 to count-1, each once, with the rows of a sampler without reads."""
+    found = tasks(cache)
+    assert sorted(found) == list(range(count)), "there is a gap"
+    assert all(ids == expected(number)[: len(ids)] for number, ids in found.items())
+    assert [len(found[number]) for number in found] == [len(expected(number)) for number in found]
+
+
+def executors(kind: str):
+    if kind == "threads":
+        return ThreadPoolExecutor(2)
+    return None if kind == "own" else ProcessPoolExecutor(2)
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["own", "threads", "processes"])
+@pytest.mark.parametrize("reads", [1, 32])
+def test_a_pool_publishes_the_same_tasks_by_reads(tmp_path, kind, reads):
+    cache, executor = make_cache(tmp_path / "cache"), executors(kind)
+    options = {"workers": 2, "segments": 24, "reads": reads, "progress": False, "executor": executor}
+    with ac.SamplerPool(cache, reader(), **options) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+        assert pool.stats().segments == 24
+    if executor is not None:
+        executor.shutdown()
+    require_as_ever(cache, 24)
+
+
+@pytest.mark.slow
+def test_a_worker_reads_for_its_next_task_while_it_waits_for_the_last_reads_of_one(tmp_path, folder):
+    cache, gate = make_cache(tmp_path / "cache"), tmp_path / "gate"
+    sampler = reader(folder, gate)
+    with ac.SamplerPool(cache, sampler, workers=1, segments=3, reads=16, progress=False) as pool:
+        wait_until(lambda: begun(folder) == {0, 1}, "reads of two tasks; the first has one row")
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+    require_as_ever(cache, 3)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_leaves_no_gap_though_it_had_begun_two_tasks(tmp_path, folder):
+    cache, gate = make_cache(tmp_path / "cache"), tmp_path / "gate"
+    with ac.SamplerPool(cache, reader(folder, gate), 2, segments=8, reads=16, progress=False) as pool:
+        wait_until(lambda: begun(folder) == {0, 1, 2, 3}, "two tasks of each worker")
+        for pid in pids(folder):
+            os.kill(pid, signal.SIGKILL)
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+        assert pool.stats().failures == 0
+        assert pool.stats().retries == 2, "what a worker had begun ahead has not failed"
+    require_as_ever(cache, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", "threads"])
+def test_a_stop_waits_for_no_read_and_closes_both_samplers_of_a_worker(tmp_path, folder, kind):
+    cache, gate, executor = make_cache(tmp_path / "cache"), tmp_path / "gate", executors(kind)
+    sampler = reader(folder, gate, closes=True)
+    pool = ac.SamplerPool(cache, sampler, 2, reads=16, progress=False, executor=executor)
+    wait_until(lambda: len(begun(folder)) == (4 if kind == "own" else 2), "the reads")
+    pool.stop()
+    assert {path.name for path in folder.glob("closed.*")} == {f"closed.{n}" for n in begun(folder)}
+    assert not tasks(cache)
+    if executor is not None:
+        executor.shutdown()  # waits for no read, since their threads are daemons
+        assert [thread for thread in threading.enumerate() if thread.name == "arrowcache-read"]
+        gate.touch()
+    else:
+        assert not [pid for pid in pids(folder) if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.slow
+def test_a_read_that_ends_its_process_is_a_failure_of_its_task_alone(tmp_path, folder):
+    def sampler(rng):
+        (task,) = rng.bit_generator.seed_seq.spawn_key
+
+        def read(key: int, kills: bool) -> dict:
+            once = Path(folder, "killed")
+            if kills and not once.exists():
+                once.touch()
+                os._exit(7)
+            return row(key)
+
+        while True:
+            yield partial(read, int(rng.integers(1 << 20)), task == 3)
+
+    cache = make_cache(tmp_path / "cache")
+    with ac.SamplerPool(cache, sampler, 2, segments=12, progress=False) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+        assert pool.stats().failures == 0
+    require_as_ever(cache, 12)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_read_names_where_it_was_raised(tmp_path):
+    def sampler(rng):
+        def read_of_the_user(key: int) -> dict:
+            raise ValueError(f"record {key} does not decode")
+
+        yield partial(read_of_the_user, 7)
+
+    cache = make_cache(tmp_path / "cache")
+    with (
+        pytest.raises(ac.SamplerError, match=r"(?s)in read_of_the_user.*record 7 does not decode"),
+        ac.SamplerPool(cache, sampler, 1, segments=1, retries=0, progress=False) as pool,
+    ):
+        pool.wait(timeout=DEADLINE_SECONDS)

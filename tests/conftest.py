@@ -17,7 +17,7 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
-# What a shell starts in the background ignores Ctrl-C, and what nohup starts the end of the terminal; so would all
+# What a shell starts in the background ignores Ctrl-C, and what nohup starts the terminal's end. So would all
 # processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

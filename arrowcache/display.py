@@ -68,7 +68,7 @@ def flushable_stderr() -> Iterator[None]:
         if stream is not None:
             stream.flush()
     except OSError:
-        sys.stderr = _Stderr(stream)  # type: ignore[assignment]
+        sys.stderr = _Stderr(stream)
     except (AttributeError, ValueError):  # multiprocessing passes over these
         pass
     try:

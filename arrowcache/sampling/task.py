@@ -40,6 +40,7 @@ Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any]]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
+_EMPTY_ROWS = 10_000  # of a call in a row, likewise
 _RAMP_TASKS = 10  # tasks with less than a full segment, each with at most half of the next one's rows
 
 
@@ -262,7 +263,7 @@ def draw(
     builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
-    is_divided, empty_calls = getattr(sampler, "is_divided", False), 0
+    is_divided, empty_calls, empty_rows = getattr(sampler, "is_divided", False), 0, 0
     while empty_calls < _EMPTY_CALLS:
         samples = _called(sampler, rng)
         empty_calls += 1
@@ -277,8 +278,13 @@ def draw(
                             f"{type(sample).__name__}"
                         )
                     rows = builder.convert(sample, many=isinstance(sample, Rows))
+                    empty_rows = 0 if rows.count else empty_rows + 1
                     if rows.count:
                         empty_calls = 0
+                    elif empty_rows == _EMPTY_ROWS:
+                        raise SamplerError(
+                            f"the sampler yielded Rows without a row {_EMPTY_ROWS} times in a row"
+                        )
                     taken = builder.rows
                     is_full = builder.take(rows, 0) < rows.count or builder.is_full
                 except _CANNOT_TAKE as error:

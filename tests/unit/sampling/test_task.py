@@ -202,6 +202,8 @@ def test_a_sampler_that_yields_nothing_is_an_error():
     nothing = ac.Rows(id=[], image=np.empty((0, 16, 16), np.float32))
     with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
         draw(lambda rng: [nothing], task(), builder(), lambda: False)
+    with pytest.raises(SamplerError, match="Rows without a row 10000 times in a row"):
+        draw(lambda rng: itertools.repeat(nothing), task(), builder(), lambda: False)
 
 
 def test_drawing_ends_when_the_pool_has():

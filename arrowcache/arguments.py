@@ -81,7 +81,7 @@ def face(
         signature = inspect.Signature([*by_place, *passed, *by_name])
         places = [each.name for each in by_place if each.name not in ("self", "cls")]
         first = len(by_place) - len(places)
-        known = [*places, *(each.name for each in (*passed, *by_name)), *others]
+        known = [*dict.fromkeys([*places, *(each.name for each in (*passed, *by_name)), *others])]
 
         @functools.wraps(made)
         def checked(*given: Any, **named: Any) -> Any:

@@ -15,8 +15,8 @@ import math
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
@@ -55,6 +55,26 @@ class _Stderr:
     def flush(self) -> None:
         with suppress(AttributeError, OSError, ValueError):  # it may have `write` alone
             self._stream.flush()
+
+
+@contextmanager
+def flushable_stderr() -> Iterator[None]:
+    """Let a fork by multiprocessing flush stderr, though what was written to it before cannot be.
+
+    Where its disk is full, or its reader is gone, Python keeps such text, and raises at each flush.
+    """
+    stream = sys.stderr
+    try:
+        if stream is not None:
+            stream.flush()
+    except OSError:
+        sys.stderr = _Stderr(stream)
+    except (AttributeError, ValueError):  # multiprocessing passes over these
+        pass
+    try:
+        yield
+    finally:
+        sys.stderr = stream
 
 
 def progress_bar(tqdm: Callable[..., Any], progress: bool | None, **options: object) -> Any:

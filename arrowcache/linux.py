@@ -57,6 +57,7 @@ _libc.syscall.restype = ctypes.c_long
 _libc.signal.restype = ctypes.c_void_p
 _libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_M_ARENA_MAX = -8  # of malloc.h
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -166,6 +167,13 @@ def process_file(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _syscall("pidfd_open", pid, 0)
+
+
+def save_addresses() -> None:
+    """Where addresses are limited, have glibc serve all threads from one arena: each takes 64 MiB of them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and hasattr(_libc, "mallopt"):  # musl has no arenas
+        _libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def die_with_parent() -> None:

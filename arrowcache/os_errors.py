@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arrowcache.errors import WorkerError
-from arrowcache.linux import most_mappings
+from arrowcache.linux import most_mappings, save_addresses
 
 MORE_ROOM = "free space on it, or cache.evict() some and cache.resize() to less"
 """Advice for a full disk: deleting needs no room, all other work may."""
@@ -57,6 +57,7 @@ def start(thread: threading.Thread) -> None:
 
     Raises: WorkerError: the kernel refuses more threads; it can be tried again.
     """
+    save_addresses()
     try:
         thread.start()
     except RuntimeError as error:

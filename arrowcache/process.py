@@ -268,6 +268,7 @@ def begin() -> tuple[Any, ...]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     linux.die_with_parent()
+    linux.save_addresses()
     linux.fill_standard_streams()
     with suppress(OSError, RuntimeError, ValueError):  # no stderr
         faulthandler.enable()

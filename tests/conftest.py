@@ -17,9 +17,12 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
-# What a shell starts in the background ignores Ctrl-C, and so would all processes that tests start.
+# What a shell starts in the background ignores Ctrl-C, and what nohup starts the terminal's end. So would all
+# processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_setup() -> None:

@@ -8,7 +8,7 @@ last: what an interrupted `take` or `clear` left behind is in no row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ LARGER_SEGMENTS = "create the cache with a larger segment_bytes"
 LARGER_SEGMENTS_OF_ITEMS = "in a new folder, a larger capacity or a larger first item gives larger segments"
 
 _NO_SIZES: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+def _names(fields: Iterable[object]) -> str:
+    return ", ".join(map(str, fields)) or "no field"
 
 
 class RowTooLargeError(ValueError):
@@ -95,11 +99,11 @@ class SegmentBuilder:
             row larger than a segment.
         """
         if missing := [name for name in self._schema if name not in sample]:
-            raise SchemaError(f"sample lacks {', '.join(map(repr, missing))}: it has {', '.join(sample)}")
+            raise SchemaError(f"sample lacks {', '.join(map(repr, missing))}: it has {_names(sample)}")
         if extra := [name for name in sample if name not in self._schema]:
             raise SchemaError(
                 f"sample has {', '.join(map(repr, extra))}, which the schema lacks: "
-                f"it has {', '.join(self._schema)}"
+                f"it has {_names(self._schema)}"
             )
         count = None
         if many:

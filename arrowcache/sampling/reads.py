@@ -249,7 +249,7 @@ class Samples:
         if not self._reads or self._is_stuck:  # what can be taken is taken first
             return False
         threads = self._threads
-        if self._ready + self._reads * threads.mean_rows >= wanted_rows:
+        if self._ready + self._reads * max(1.0, threads.mean_rows) >= wanted_rows:
             return False
         return _held.nbytes <= self._most_bytes + (threads.count - 1) * threads.mean_bytes
 

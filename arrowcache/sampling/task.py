@@ -43,6 +43,7 @@ Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any] | Read]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
+_EMPTY_ROWS = 10_000  # of a call in a row, likewise
 _RAMP_TASKS = 10  # tasks with less than a full segment, each with at most half of the next one's rows
 
 
@@ -323,7 +324,7 @@ def draw(
     builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
-    empty_calls, has_rows = 0, False
+    empty_calls, empty_rows, has_rows = 0, 0, False
     try:
         while empty_calls < _EMPTY_CALLS:
             check()
@@ -337,6 +338,9 @@ def draw(
             try:
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
                 has_rows |= rows.count > 0
+                empty_rows = 0 if rows.count else empty_rows + 1
+                if empty_rows == _EMPTY_ROWS:
+                    raise SamplerError(f"the sampler yielded Rows without a row {_EMPTY_ROWS} times in a row")
                 samples.learn(rows.count, rows.nbytes)
                 is_full = builder.take(rows, 0) < rows.count or builder.is_full
             except _CANNOT_TAKE as error:

@@ -36,7 +36,7 @@ from arrowcache.arrow.items import getter_of_items, item_of
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
-from arrowcache.display import Card, Facts, Part, Shown, printable, progress_bar
+from arrowcache.display import Card, Facts, Part, Shown, flushable_stderr, printable, progress_bar
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
 from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
@@ -518,7 +518,8 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             collate_fn=list,
             multiprocessing_context="fork" if workers else None,
         )
-        stored_of_each = iter(making)  # before the bar: a fork writes out stderr, which may take nothing
+        with flushable_stderr():
+            stored_of_each = iter(making)  # before the bar, whose text a fork writes out
         with progress_bar(tqdm.tqdm, progress, total=len(missing), unit=" items", desc="filling") as bar:
             for stored in stored_of_each:
                 bar.update(len(stored))

@@ -46,8 +46,7 @@ _WAY_OUT = (
 )
 _OF_SAMPLERS = (
     "batch_size", "shuffle", "seed", "drop_last", "where", "rows", "weights", "rank", "world_size", "run_id",
-    "epoch_rows", "wait_rows", "timeout", "window_bytes", "paced", "sampler", "batch_sampler", "generator",
-    "drop_remainder",
+    "epoch_rows", "wait_rows", "timeout", "window_bytes", "paced",
 )  # fmt: skip
 _OF_WORKERS = (
     "num_workers", "workers", "prefetch", "prefetch_factor", "pin_memory", "persistent_workers",
@@ -58,6 +57,8 @@ _INSTEAD = {
     **instead(
         *_OF_SAMPLERS, say="give EpochBatchSampler(cache, ...) such, the batch_sampler= beside this dataset"
     ),
+    **instead("sampler", "batch_sampler", "generator", say=f"{_WAY_OUT}. Its seed= draws the order"),
+    **instead("drop_remainder", say="give EpochBatchSampler(cache, ...) drop_last="),
     **instead(*_OF_WORKERS, say=f"give the DataLoader such, by its own name, {_BESIDE}"),
     **instead("with_ids", say=INSTEAD["with_ids"]),
     **instead("device", say=INSTEAD["device"]),
@@ -66,7 +67,8 @@ _OF_DATALOADER = [*inspect.signature(DataLoader).parameters]
 _OURS = ("batch_sampler", "dataset", "sampler", "collate_fn", "generator")
 _IN_DATALOADER = {
     **INSTEAD,
-    **instead("batch_sampler", "dataset", "sampler", say=_WAY_OUT),
+    **instead("batch_sampler", "sampler", say="rows=, where= and shuffle= choose the rows and their order"),
+    **instead("dataset", say="it makes a CacheDataset of the cache: leave it out"),
     **instead("collate_fn", say="batches are made already; pass transform=, which gets them"),
     **instead("generator", say="use seed="),
     **instead("workers", say="use num_workers="),

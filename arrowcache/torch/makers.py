@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
+from arrowcache.display import flushable_stderr
 from arrowcache.errors import WorkerError, warn
 from arrowcache.lifetimes import Origin, shielded
 from arrowcache.pickling import pickled, unpickled
@@ -210,7 +211,7 @@ class Makers:
                     # Python 3.14 forks no more by itself, and a script would need a main guard.
                     multiprocessing_context=multiprocessing.get_start_method(allow_none=True) or "fork",
                 )
-                with shielded():
+                with shielded(), flushable_stderr():
                     self._answers = iter(self._loader)
                     _supervise(self._answers)
         _have_wait(self._answers, _LOOK_SECONDS)

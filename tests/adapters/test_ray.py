@@ -69,6 +69,7 @@ def cluster() -> Iterator[Cluster]:
         environment.setenv("PYTHONPATH", os.pathsep.join(map(str, PATHS)))
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        environment.setenv("RAY_worker_niceness", "0")  # else 15: they come after all else on a busy machine
         # Ray gives its servers 30 s to start, which is not enough on a busy machine.
         environment.setattr("ray._private.services.get_node", patient(services.get_node))
         for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):

@@ -492,7 +492,7 @@ def test_nothing_is_left_after_close(path, log):
         loader.close()
         assert sum(made(log).values()) < 400, "a worker ends after an item, not after its batches"
         assert not active_children()
-        wait_until(lambda: threading.active_count() == threads, "the last thread to end")
+        wait_until(lambda: threading.active_count() <= threads, "the last thread to end")
         with pytest.raises(ValueError, match="the loader is closed"):
             iter(loader)
         assert train.cached > 50, "what was made is published"

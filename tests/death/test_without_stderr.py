@@ -39,6 +39,9 @@ STREAMS = {
     "a full disk": ("2>/dev/full", ""),
 }
 
+#: How Python itself ends where it cannot write at exit what was logged.
+UNTAKEN = {"a pipe that nobody reads": [120], "a full disk": [120]}
+
 BEGIN = """
 import os, sys, traceback
 sys.excepthook = lambda *error: print(*traceback.format_exception(*error), flush=True)
@@ -98,6 +101,12 @@ WORK = {
             train.close()
             assert not store_of(f"{folder}/d{number}").usage.somebody_writes()
     """,
+    "a loader of items": """
+        from arrowcache.torch import Loader
+        train = cached([1, 2, 3], f"{folder}/items", capacity="1MB")
+        with Loader(train, 1, workers=1) as loader:
+            assert [len(list(loader)) for _ in range(2)] == [3, 3]
+    """,
     "export and import": """
         from arrowcache import explore
         for progress in (None, True):
@@ -126,12 +135,13 @@ def run(folder: Path, stream: str, code: str, *command: str) -> subprocess.Compl
     script = folder / "script.py"
     script.write_text(code.replace("{stream}", within))
     paths = os.pathsep.join(path for path in sys.path if path)
+    as_usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     words = command or (str(script), str(folder))
     try:
         return subprocess.run(
             ["sh", "-c", f'exec "$0" "$@" {redirection}', sys.executable, *words],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=2 * DEADLINE_SECONDS,
-            check=False, env={**os.environ, "PYTHONPATH": paths},
+            check=False, env=as_usual | {"PYTHONPATH": paths},
         )  # fmt: skip
     finally:
         os.close(unread)
@@ -142,7 +152,8 @@ def run(folder: Path, stream: str, code: str, *command: str) -> subprocess.Compl
 def test_a_process_without_stderr_works(tmp_path, stream):
     works = (f"print({name!r})\n{textwrap.dedent(work)}" for name, work in WORK.items())
     done = run(tmp_path, stream, BEGIN.replace("{{", "{").replace("}}", "}") + "".join(works) + END)
-    assert (done.stdout.splitlines(), done.returncode) == ([*WORK, "done"], 0)
+    assert done.stdout.splitlines() == [*WORK, "done"]
+    assert done.returncode in (0, *UNTAKEN.get(stream, ()))
 
 
 @pytest.mark.slow
@@ -155,7 +166,8 @@ def test_the_command_works_without_stderr(tmp_path, stream):
     assert done.stdout
     assert done.returncode == 0
     done = run(tmp_path, stream, "", "-m", "arrowcache", "info", str(tmp_path / "none"))
-    assert (done.stdout, done.returncode) == ("", 2)
+    assert not done.stdout
+    assert done.returncode in (2, *UNTAKEN.get(stream, ()))
 
 
 def fails(*_: object, **__: object) -> None:

@@ -95,6 +95,10 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"num_workers": True}, ValueError, "num_workers"),
             ({"num_workers": -1}, ValueError, "num_workers"),
             ({"collate_fn": list}, TypeError, r"no argument 'collate_fn': .*pass transform="),
+            ({"wokers": 2}, TypeError, r"did you mean num_workers=\?"),
+            ({"sampler": [1]}, TypeError, "rows=, where= and shuffle= choose"),
+            ({"dataset": [1]}, TypeError, "leave it out"),
+            ({"bufer": 1}, TypeError, r"(?s)^(?!.* shuffle, .* shuffle, )"),
         ],
     ),
     "packed": (
@@ -132,6 +136,10 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
                 r"packed\(\) has no argument 'transform': .*store what a transform makes",
             ),
             ({"columns": ["tokens"]}, TypeError, r"packed\(\) has no argument 'columns'"),
+            *(
+                ({name: None}, TypeError, f"no argument '{name}': native threads")
+                for name in ("persistent_workers", "worker_init_fn", "multiprocessing_context")
+            ),
             ({"drop_last": True}, TypeError, r"packed\(\) has no argument 'drop_last'"),
             ({"source": 5}, TypeError, "expected a Cache or the path of one, got 5$"),
         ],
@@ -145,6 +153,13 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"sampler": range(5)}, *INSTEAD),
             ({"sampler": "ours"}, *INSTEAD),
             ({"batch_sampler": "own", "num_workers": 1}, *INSTEAD),
+        ],
+    ),
+    "CacheDataset": (
+        lambda held, **options: at.CacheDataset(held, **options),
+        [
+            ({"generator": None}, TypeError, r"EpochBatchSampler.*seed= draws the order"),
+            ({"drop_remainder": True}, TypeError, r"EpochBatchSampler\(cache, ...\) drop_last="),
         ],
     ),
     "cached": (

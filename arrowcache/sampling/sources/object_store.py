@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-import pyarrow as pa
-from pyarrow import fs
+from pyarrow import NativeFile, fs
 
 from arrowcache.arrow.foreign import other_format
 from arrowcache.lifetimes import Origin
@@ -33,6 +32,7 @@ _HEAD_BYTES = 512
 _MOST_NAMED = 20
 _AUTHORITY_END = re.compile("[/?#]")
 _CUT_SECRET = re.compile(r"[^@\[]*:[^@]*[^@\d][^@]*")  # not a host with a port, nor of IPv6
+_MISTYPED = re.compile(r"(s3|gs|gcs|abfss?|hdfs|hf|https?|file):/?(?!/)")
 _CONTAINERS = ("abfs", "abfss")  # their URIs name a container where others have a key
 _AT_ONCE = 16  # requests at a time, each of which waits for the store
 
@@ -89,11 +89,11 @@ class ObjectStore:
         """Run a read of a file, with retries. Raises: as `Retries.run`."""
         return self.retries.run(read, self.name(path))
 
-    def open(self, path: str) -> pa.NativeFile:
+    def open(self, path: str) -> NativeFile:
         """Open a file for random access. Without retries: `run` it."""
         return self.filesystem.open_input_file(path)
 
-    def read(self, file: pa.NativeFile, nbytes: int, start: int, path: str) -> bytes:
+    def read(self, file: NativeFile, nbytes: int, start: int, path: str) -> bytes:
         """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
         return self.run(lambda: read_at(file, nbytes, start), path)
 
@@ -186,7 +186,7 @@ class StoreFile(io.RawIOBase):
         super().close()
 
 
-def read_at(file: pa.NativeFile, nbytes: int, start: int) -> bytes:
+def read_at(file: NativeFile, nbytes: int, start: int) -> bytes:
     """Read bytes of an open file, all of them. Raises: OSError: also if fewer came."""
     data: bytes = file.read_at(nbytes, start)
     if len(data) != nbytes:
@@ -206,6 +206,11 @@ def locate(
     if not given:
         raise ValueError("there is no URI: give at least one file or folder")
     if filesystem is None:
+        for uri in given:
+            if (begins := _MISTYPED.match(uri)) and not os.path.exists(uri):
+                raise ValueError(
+                    f"a URI of that store begins with {begins[1]}://, and this one with {begins[0]}"
+                )
         given = [uri if "://" in uri else os.path.abspath(uri) for uri in given]
     store = ObjectStore(given[0], filesystem, retries)
     if filesystem is not None:
@@ -247,7 +252,9 @@ def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
 def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid as error:
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001  # of pyarrow, or of a library that it hands the URI to
         reason = str(error).replace(uri, redacted(uri))
         raise ValueError(
             f"{redacted(uri)} is no URI of a store: {reason}; give a path, or file://, s3://, gs://, "

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import in_child, limited, mapped_seqs
+from processes import Child
 
 import arrowcache as ac
 from arrowcache.native import maps
@@ -89,12 +90,15 @@ def test_a_function_of_rows_reads_a_wide_column_again_that_there_is_no_room_to_r
     in_limited_child(child)
 
 
-def test_worker_processes_inherit_the_limit(path):
+@pytest.mark.parametrize(("workers", "more"), [(1, 128 * MIB), (2, 512 * MIB)])
+def test_worker_processes_inherit_the_limit(path, workers, more):
     def body() -> None:
-        with ac.Loader(path, 64, workers=1, transform=lambda batch: batch, columns=["x"]) as loader:
-            assert numbers_of(loader) == ALL
+        options = {"workers": workers, "transform": lambda batch: batch, "columns": ["x"]}
+        with ac.Loader(path, 64, **options) as loader:
+            for _ in range(2):
+                assert numbers_of(loader) == ALL
 
-    in_limited_child(body, 160 * MIB)
+    in_limited_child(body, more)
 
 
 def test_several_caches_share_what_there_is(path, tmp_path):
@@ -190,9 +194,9 @@ def test_a_batch_that_gets_no_memory_names_the_limit(path):
     def body() -> None:
         with (
             ac.Loader(path, len(ALL), columns=["x"]) as loader,
-            limited(32 * MIB),  # whatever else the process held is given back by now
+            limited(32 * MIB),
             pytest.raises(MemoryError, match=r"for a batch: .*ulimit -v is \d+ kB.*raise the limit"),
         ):
             next(iter(loader))
 
-    in_limited_child(body)
+    Child(body).result()  # others of this process left memory in its heap, which needs no addresses

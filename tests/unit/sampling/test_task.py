@@ -201,6 +201,8 @@ def test_a_sampler_that_yields_nothing_is_an_error():
     nothing = ac.Rows(id=[], image=np.empty((0, 16, 16), np.float32))
     with pytest.raises(SamplerError, match="yielded nothing in 3 calls"):
         fill(lambda rng: [nothing], task(), builder())
+    with pytest.raises(SamplerError, match="Rows without a row 10000 times in a row"):
+        fill(lambda rng: itertools.repeat(nothing), task(), builder())
 
 
 def test_drawing_ends_when_the_pool_has():

@@ -119,6 +119,24 @@ def test_what_is_done_at_once_keeps_its_order_and_ends_with_the_first_error():
         at_once(lambda n: 1 // (n - 5), range(100))
 
 
+@pytest.mark.parametrize("uri", ["s3:/KEY:SECRET@bucket/x", "s3:KEY:SECRET@bucket/x", "gs:/a:SECRET@b/x"])
+def test_a_uri_that_lacks_slashes_is_refused_without_its_secret(uri):
+    with pytest.raises(ValueError, match=r"begins with (s3|gs)://") as caught:
+        locate(uri, None, 0)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_uri_that_another_library_refuses_is_told_without_its_secret(monkeypatch):
+    def refuse(uri):
+        raise RuntimeError(f"Invalid HF URI {uri!r}")
+
+    kind = type("Refusing", (), {"from_uri": refuse})
+    monkeypatch.setattr("arrowcache.sampling.sources.object_store.fs.FileSystem", kind)
+    with pytest.raises(ValueError, match="is no URI of a store") as caught:
+        locate("hf://datasets/x?token=SECRET", None, 0)
+    assert "SECRET" not in str(caught.value)
+
+
 class Thing:
     def __init__(self) -> None:
         self.closed = False

@@ -17,9 +17,8 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
-from arrowcache.sampling.reads import Threads
+from arrowcache.sampling.reads import Threads, single
 from arrowcache.sampling.retries import Retries
-from arrowcache.sampling.rows import single
 from arrowcache.sampling.task import Sampler, Task, draw, samples_of
 
 _ELSEWHERE = """
@@ -32,7 +31,8 @@ print(digest(unpickled(sys.stdin.buffer.read()), *map(int, sys.argv[1:])))
 
 def take(source: Any, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """The first samples that a source draws."""
-    samples = single(source(np.random.default_rng(seed)))
+    rng = np.random.default_rng(seed)
+    samples = single(source(rng), rng)
     try:
         return list(itertools.islice(samples, count))  # type: ignore[arg-type]
     finally:

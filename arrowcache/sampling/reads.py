@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
@@ -29,6 +29,7 @@ from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Origin
 from arrowcache.os_errors import start
 from arrowcache.sampling.retries import Retries, settled
+from arrowcache.sampling.rows import Rows
 
 Sampler = Callable[["np.random.Generator"], Any]
 Values = Mapping[str, Any]
@@ -262,7 +263,7 @@ class Samples:
             if isinstance(sample, Mapping):
                 self._entries.append(_Ready(sample, self._named() if self._entries else ""))
                 self._ready += 1
-            elif callable(sample):
+            elif is_read(sample):
                 require_bound(sample, self._yielded, self._rng)
                 self._begin(sample)
             else:
@@ -307,6 +308,36 @@ class Samples:
             if entry.error is None:
                 return _required(entry.values, entry.read)
         raise entry.error
+
+
+def single(samples: Iterable[Any], rng: np.random.Generator) -> Generator[Any, None, None]:
+    """Yield what a sampler yields, samples of `Rows` one at a time; closes the sampler when it is closed.
+
+    Raises: SamplerError: a read that `require_bound` refuses.
+    """
+    iterator = iter(samples)
+    try:
+        for sample in iterator:
+            if isinstance(sample, Rows):
+                yield from sample.split()
+                continue
+            if is_read(sample):
+                require_bound(sample, iterator, rng)
+            yield sample
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+
+def is_read(sample: object) -> bool:
+    """True for what is to be read; a mapping that can be called is a sample."""
+    return callable(sample) and not isinstance(sample, Mapping)
+
+
+def values_of(read: Read) -> Values:
+    """Return what a read returns. Raises: SamplerError: neither a mapping nor `Rows`. What it raises."""
+    return _required(read(), read)
 
 
 def _required(values: Any, read: Read) -> Values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -20,18 +20,3 @@ class Rows(dict[str, Any]):
         names = list(self)
         for values in zip(*self.values(), strict=True):
             yield dict(zip(names, values, strict=True))
-
-
-def single(samples: Iterable[Mapping[str, Any]]) -> Generator[Mapping[str, Any], None, None]:
-    """Yield the samples of a sampler one at a time; closes the sampler when it is closed."""
-    iterator = iter(samples)
-    try:
-        for sample in iterator:
-            if isinstance(sample, Rows):
-                yield from sample.split()
-            else:
-                yield sample
-    finally:
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()

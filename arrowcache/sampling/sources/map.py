@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
+from arrowcache.sampling.reads import Read, is_read, single, values_of
 from arrowcache.sampling.retries import settled
-from arrowcache.sampling.rows import single
+from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 from arrowcache.sampling.task import Sampler
 from arrowcache.units import require_function
@@ -27,9 +29,9 @@ class Map(Source):
 
     Args:
         source: a source, or any sampler.
-        function: takes a sample, or a sample and the task's generator if it has two parameters: all its
-            randomness must come from the generator. Returns a sample; it may change its argument, but not the
-            arrays in it.
+        function: takes a sample, or a sample and a generator of its own if it has two parameters: all its
+            randomness must come from that. Returns a sample; it may change its argument, but not the arrays
+            in it. It runs in the thread that reads, if the source yields reads.
         schema: schema of its results. None means that of the first sample, drawn here. A ragged
             field cannot be inferred from one sample.
     Raises: TypeError: not a function. Errors of the source or the function.
@@ -76,22 +78,33 @@ class Map(Source):
             self._source.close()
 
     def _draw(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
-        samples = single(self._source(rng))
+        samples = single(self._source(rng), rng)
         try:
             for sample in samples:
-                changed = (
-                    self._function(dict(sample), rng) if self._with_rng else self._function(dict(sample))
-                )
-                if not isinstance(changed, Mapping):
-                    raise settled(
-                        SamplerError(
-                            f"{self!r}: the function must return a sample, a mapping of field names to "
-                            f"values, not {type(changed).__name__}"
-                        )
-                    )
-                yield changed
+                own = (
+                    rng.spawn(1) if self._with_rng else []
+                )  # before the next one is drawn, wherever it is used
+                yield partial(self._read, sample, own) if is_read(sample) else self._changed(sample, own)
         finally:
             samples.close()
+
+    def _read(self, read: Read, own: list[np.random.Generator]) -> Mapping[str, Any]:
+        values = values_of(read)
+        if not isinstance(values, Rows):
+            return self._changed(values, own)
+        changed = [self._changed(sample, own) for sample in values.split()]
+        return Rows({name: [each[name] for each in changed] for name in (changed[0] if changed else values)})
+
+    def _changed(self, sample: Mapping[str, Any], own: list[np.random.Generator]) -> Mapping[str, Any]:
+        changed = self._function(dict(sample), *own)
+        if not isinstance(changed, Mapping):
+            raise settled(
+                SamplerError(
+                    f"{self!r}: the function must return a sample, a mapping of field names to values, not "
+                    f"{type(changed).__name__}"
+                )
+            )
+        return changed
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

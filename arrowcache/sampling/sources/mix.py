@@ -10,8 +10,8 @@ import numpy as np
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
 from arrowcache.lifetimes import call_all
+from arrowcache.sampling.reads import single
 from arrowcache.sampling.retries import settled
-from arrowcache.sampling.rows import single
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 from arrowcache.sampling.task import Sampler
@@ -95,7 +95,7 @@ class Mix(Source):
         empty = 0
         while empty < _EMPTY_CALLS:
             empty += 1
-            for sample in single(self._sources[number](rng)):
+            for sample in single(self._sources[number](rng), rng):
                 empty = 0
                 yield sample
         raise settled(

@@ -17,7 +17,8 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Closable
-from arrowcache.sampling.rows import single
+from arrowcache.sampling.reads import is_read, single, values_of
+from arrowcache.sampling.rows import Rows
 
 
 class Source(Closable, ABC):
@@ -69,10 +70,13 @@ def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema
         return schema
     if not callable(source):
         raise TypeError(f"{what} must be a source or a sampler, a function of rng, not {source!r}")
-    samples = single(source(np.random.default_rng(0)))
+    rng = np.random.default_rng(0)
+    samples = single(source(rng), rng)
     try:
         for sample in samples:
-            return Schema.infer(sample)
+            found = values_of(sample) if is_read(sample) else sample
+            for one in found.split() if isinstance(found, Rows) else [found]:
+                return Schema.infer(one)
     finally:
         samples.close()
     raise SamplerError(f"{what} yielded nothing: it must yield at least one sample a call")

@@ -22,6 +22,7 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.reads import Samples, Threads, _held
 from arrowcache.sampling.retries import Retries, may_pass
+from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Task
 
 SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "x": ac.Tensor("float32", (256,))})
@@ -412,3 +413,40 @@ def test_a_read_is_tried_again_if_its_error_may_pass(error, passes):
         with pytest.raises(type(error)):
             ids_of(lambda rng: [read], rows=1, threads=threads)
         assert calls == [0]
+
+
+def counted(read, *, is_read: bool):
+    def sampler(rng):
+        while True:
+            key = int(rng.integers(1 << 30))
+            yield partial(read, key) if is_read else read(key)
+
+    return sampler
+
+
+def two_of(key: int) -> ac.Rows:
+    return ac.Rows(id=[key, key + 1], x=np.full((2, 256), key, np.float32))
+
+
+@pytest.mark.parametrize("read", [row, two_of])
+def test_map_and_mix_of_reads_are_those_of_samples(read):
+    def changed(sample, rng):
+        return sample | {"id": int(sample["id"]) + int(rng.integers(1 << 20))}
+
+    def ids(is_read: bool) -> list[int]:
+        own = counted(read, is_read=is_read)
+        both = Mix([(Map(own, changed, schema=SCHEMA), 1), (counted(row, is_read=is_read), 2)])
+        return ids_of(both, 8)
+
+    if read is row:  # what reads return many at a time a mix takes as one
+        assert ids(True) == ids(False)
+    assert ids(True) == ids(True)
+    assert ids_of(Map(counted(read, is_read=True), lambda sample: sample), 8) == ids_of(
+        counted(read, is_read=False)
+    )
+
+
+@pytest.mark.parametrize("around", [lambda own: Map(own, dict, schema=SCHEMA), lambda own: Mix([(own, 1)])])
+def test_a_function_that_binds_late_is_refused_within_a_source_too(around):
+    with pytest.raises(SamplerError, match="the sampler has gone on by then"):
+        ids_of(around(a_lambda))

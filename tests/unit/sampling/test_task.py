@@ -20,7 +20,7 @@ from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.pickling import pickled
-from arrowcache.sampling.rows import single
+from arrowcache.sampling.reads import single
 from arrowcache.sampling.task import Size, Task, run, size_of
 from arrowcache.storage.locks import LockFile
 
@@ -175,7 +175,7 @@ def test_rows_split_into_samples_and_what_yields_them_is_closed():
         finally:
             closed.append(True)
 
-    samples = single(sampler())
+    samples = single(sampler(), np.random.default_rng(0))
     assert next(samples)["id"] == 1
     assert np.array_equal(next(samples)["image"], row(2)["image"])
     assert next(samples)["id"] == 3

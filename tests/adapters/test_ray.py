@@ -482,6 +482,7 @@ def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, cach
         ({"share": "halves"}, ValueError, "share='halves' is unknown: use 'split' or 'replicate'"),
         ({"caches": "/a/path"}, TypeError, "NodeCaches"),
         ({"in_flight": "many"}, ValueError, "in_flight"),
+        ({"reads": 0}, ValueError, "reads=0"),
         ({"name": "a/b"}, ValueError, "name='a/b'"),
         ({"options": {"num_cpu": 1}}, ValueError, "num_cpu"),
     ],

@@ -305,3 +305,51 @@ def test_the_recipe_of_pools_under_ddp_has_one_pool_a_node(tmp_path, torch, monk
         then="print(sum(seen), isinstance(pool, ac.SamplerPool))",
     )  # fmt: skip
     assert out.split() == ["256", str(rank == "0")]
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_the_recipe_of_reads_has_many_at_a_time_from_a_store_that_takes_its_time(tmp_path, torch):
+    begin = """
+    import http.server, threading
+    from io import BytesIO
+
+    lock, at_once, most = threading.Lock(), 0, 0
+
+    class Store(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            global at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            time.sleep(0.02)
+            file = BytesIO()
+            np.save(file, np.full(1024, int(self.path[1:-4]), np.float32))
+            with lock:
+                at_once -= 1
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(file.getvalue())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    STORE = f"http://127.0.0.1:{server.server_port}"
+    schema = ac.Schema({"x": ac.Tensor("float32", (1024,))})
+    cache = ac.Cache.create("cache", schema, "16MB", segment_rows=256)
+    """
+    out = run(
+        tmp_path, textwrap.dedent(begin), *BLOCKS["Reads, many at a time"],
+        then="""
+        pool.wait(rows=500, timeout=120)
+        pool.stop()
+        server.shutdown()
+        with cache.snapshot() as snapshot:
+            x = snapshot.gather(range(500))["x"]
+        print(bool((x == x[:, :1]).all()), len({*x[:, 0].tolist()}) > 300, most > 8)
+        """,
+    )  # fmt: skip
+    assert out.split() == ["True"] * 3

@@ -672,6 +672,7 @@ def new_node_setting(**options: Any) -> Proof:
 
 
 RAY = "adapters/test_ray.py"
+READS = "multiprocess/test_reads.py::test_a_pool_publishes_the_same_tasks_by_reads"
 SHARE = "test_each_node_gets_a_share_of_what_a_local_pool_would_publish"
 FAILING = "test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on"
 WRONG = "test_a_wrong_argument_fails_in_the_constructor"
@@ -796,6 +797,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "retries": proves_retries,
             "progress": proves_bar,
             "every_rank": proves_every_rank,
+            "reads": proved_in(f"{READS}::reads"),
         },
     ),
     "Cache.create": (
@@ -863,6 +865,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "name": proved_in(f"{RAY}::{WRONG}::name"),
             "options": proved_in(f"{RAY}::{WRONG}::options"),
             "progress": proved_in(f"{RAY}::{WRONG}::progress"),
+            "reads": proved_in(f"{RAY}::{WRONG}::reads"),
         },
     ),
 }

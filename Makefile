@@ -40,7 +40,7 @@ check test test-%: export OMP_WAIT_POLICY := passive
 export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
-	device device_proof packed selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
+	device device_proof packed reads selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
 # Where each of these runs; that of TensorFlow with tensorflow-io, and in the newest.
 BENCH_IN_NEWEST = $(filter-out tensorflow,$(BENCH))
 BENCH_TENSORFLOW_IN = $(if $(filter tensorflow,$(BENCH)),oldest tensorflow)

@@ -1,7 +1,7 @@
 """How fast do samplers fill a cache from a store that answers 20 ms after it was asked?
 
-Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client): one
-read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
+Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
+one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
 memory of the workers (PSS). 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 % fail,
 and how many tasks are given up.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.

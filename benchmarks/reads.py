@@ -2,8 +2,8 @@
 
 Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
 one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
-memory of the workers (PSS). 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 % fail,
-and how many tasks are given up.
+memory of the workers (PSS). 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 % fail;
+how many tasks are given up.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws for some seconds
 into a new cache, in turns; the rate is of the bytes that are published after the first second.

@@ -170,7 +170,7 @@ def process_file(pid: int) -> int:
 
 
 def save_addresses() -> None:
-    """Where addresses are limited, have glibc serve all threads from one arena: each takes 64 MiB of them."""
+    """Have glibc serve all threads from one arena, if addresses are limited: each takes 64 MiB of them."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and hasattr(_libc, "mallopt"):  # musl has no arenas
         _libc.mallopt(_M_ARENA_MAX, 1)

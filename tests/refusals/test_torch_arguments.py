@@ -95,10 +95,10 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"num_workers": True}, ValueError, "num_workers"),
             ({"num_workers": -1}, ValueError, "num_workers"),
             ({"collate_fn": list}, TypeError, r"no argument 'collate_fn': .*pass transform="),
-            ({"wokers": 2}, TypeError, r"did you mean num_workers=\?"),
+            ({"numworkers": 2}, TypeError, r"did you mean num_workers=\?"),
             ({"sampler": [1]}, TypeError, "rows=, where= and shuffle= choose"),
             ({"dataset": [1]}, TypeError, "leave it out"),
-            ({"bufer": 1}, TypeError, r"(?s)^(?!.* shuffle, .* shuffle, )"),
+            ({"xyz": 1}, TypeError, r"(?s)^(?!.* shuffle, .* shuffle, )"),
         ],
     ),
     "packed": (

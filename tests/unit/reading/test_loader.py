@@ -335,7 +335,7 @@ def test_close_while_another_thread_waits_in_iter_ends_that_and_leases_nothing(t
     thread.join(DEADLINE_SECONDS)
     assert errors == ["the loader is closed: make a new one"]
     assert cache.stats().leased_bytes == 0
-    assert loader_threads() == before
+    assert len(loader_threads()) <= len(before)
 
 
 def test_stats_count_what_was_delivered(cache):

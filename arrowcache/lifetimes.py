@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 if TYPE_CHECKING:
     from typing import Self
@@ -284,6 +284,14 @@ def _end_well_on_sigterm() -> None:
     threading.Thread(target=end, name="arrowcache-sigterm", daemon=True).start()
     at_fork(in_child=undo)  # else a signal to the child would end this process
     signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+def exit_beside_threads() -> NoReturn:
+    """End this process well, though daemon threads are in C: one that comes back meanwhile may abort it."""
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        os._exit(0)
 
 
 def finalizer(thing: object, call: Callable[..., object], *arguments: object) -> None:

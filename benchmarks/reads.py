@@ -2,11 +2,11 @@
 
 Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
 one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
-memory of the workers (PSS). 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 % fail;
-how many tasks are given up.
+memory of the workers (PSS). 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 % of
+them fail; how many tasks are given up.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
-`store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws for some seconds
-into a new cache, in turns; the rate is of the bytes that are published after the first second.
+`store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
+new cache for seconds, in turns; the rate is of the bytes that are published after the first second.
 Run: `python -m benchmarks.reads`. Results: benchmarks/RESULTS.md.
 """
 
@@ -130,7 +130,7 @@ def store(delay: float = DELAY_SECONDS, tail: float = 0.0, failing: float = 0.0)
 
 
 class Objects:
-    """A sampler of objects, one at a time, or by reads. Each thread of a process has a connection of its own."""
+    """A sampler of objects, one at a time, or by reads. Each thread has a connection of its own."""
 
     def __init__(self, port: int, nbytes: int, *, by_reads: bool) -> None:
         self.port, self.nbytes, self.by_reads = port, nbytes, by_reads
@@ -171,7 +171,7 @@ def pss_bytes(parent: int) -> int:
 
 
 def filled(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]:
-    """MB/s, seconds to the first row, MiB of the workers, tasks tried again and given up; reads=0: no reads."""
+    """MB/s, seconds to the first row, MiB of the workers, tasks tried again and given up. reads=0: none."""
     with tempfile.TemporaryDirectory() as folder:
         schema = {"x": ac.Tensor("uint8", (nbytes,)), "id": ac.Tensor("int64")}
         cache = ac.Cache.create(f"{folder}/cache", schema, "4GB", "32MiB")

@@ -110,9 +110,9 @@ class ExecutorEngine:
             ) from error
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
-        wish = [] if self._own is None else [self._own.next_wish()]
-        done, _ = wait([*self._running, *wish], timeout_seconds, FIRST_COMPLETED)
-        done &= self._running.keys()
+        wishes = [] if self._own is None else [self._own.next_wish()]
+        wait([*self._running, *wishes], timeout_seconds, FIRST_COMPLETED)
+        done = [future for future in self._running if future.done()]
         ended: list[tuple[Task, Done]] = []
         lacking: list[Task] = []
         for future in done:

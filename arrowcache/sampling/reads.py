@@ -27,6 +27,7 @@ import numpy as np
 
 from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Origin
+from arrowcache.limits import Limits
 from arrowcache.os_errors import start
 from arrowcache.sampling.retries import Retries, settled
 from arrowcache.sampling.rows import Rows
@@ -34,10 +35,9 @@ from arrowcache.sampling.rows import Rows
 Sampler = Callable[["np.random.Generator"], Any]
 Values = Mapping[str, Any]
 Read = Callable[[], Values]
-"""What a sampler yields in place of a sample, to be called in a thread."""
+"""A callable that a sampler yields in place of a sample; it is called in a thread."""
 
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
-_IDLE_SECONDS = 5.0  # of a thread without a read, before it ends
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
 
@@ -66,10 +66,10 @@ class _Pending:
 
 
 class _Ready(NamedTuple):
-    """A sample that was yielded as such, behind reads."""
+    """A sample that was yielded as such. `drawn` is None unless it is behind reads."""
 
-    values: Any
-    drawn: str
+    values: Values
+    drawn: str | None
 
 
 class _Raised(NamedTuple):
@@ -77,9 +77,6 @@ class _Raised(NamedTuple):
 
     error: Exception
     drawn: str
-
-
-_END = object()  # of a call of the sampler, behind its samples
 
 
 class _Held:
@@ -94,6 +91,11 @@ class _Held:
 
 
 _held = _Held()
+
+
+def held_bytes() -> int:
+    """The bytes that results of reads are taken to have in this process, of those begun and not taken."""
+    return _held.nbytes
 
 
 class Threads:
@@ -148,7 +150,7 @@ class Threads:
     def _work(self) -> None:
         while True:
             try:
-                pending = self._asked.get(timeout=_IDLE_SECONDS)
+                pending = self._asked.get(timeout=Limits.current.idle_read_seconds)
             except Empty:
                 with self._lock:
                     if self._running > self._open:  # else one is about to be put
@@ -173,7 +175,7 @@ class Samples:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
         self.are_divided = getattr(sampler, "is_divided", False)
         self._yielded: Iterator[Any] | None = None  # of the call at work
-        self._entries: deque[Any] = deque()  # _Pending, _Ready, _Raised or _END
+        self._entries: deque[_Pending | _Ready | _Raised | None] = deque()  # None: the end of a call
         self._reads = self._ready = 0  # of these, in the queue
         self._is_stuck = False  # the queue ends in what has to be taken first
         self._was_read = False  # the sample that was taken last
@@ -197,15 +199,16 @@ class Samples:
         """
         while True:
             head = self._entries[0] if self._entries else None
-            waits = head is None or (isinstance(head, _Pending) and head.has_ended.locked())
+            pending = head if isinstance(head, _Pending) and head.has_ended.locked() else None
+            waits = not self._entries or pending is not None
             if (waits or self._threads.backlog < 0) and self._may_go_on(wanted_rows):
                 self._go_on()
-            elif not waits:
+            elif pending is None:
                 break
             else:
                 go_on()
-                if head.has_ended.acquire(timeout=_LOOK_SECONDS):
-                    head.has_ended.release()
+                if pending.has_ended.acquire(timeout=_LOOK_SECONDS):
+                    pending.has_ended.release()
         if self._reads and self._threads.backlog < 0:
             go_on()
         return self._taken()
@@ -224,7 +227,7 @@ class Samples:
         """True if this call of the sampler yields something more. Blocks: as the sampler does."""
         while not self._entries:
             self._go_on()
-        return self._entries[0] is not _END
+        return self._entries[0] is not None
 
     def close(self) -> None:
         """Give up what was not taken, and close the sampler. Reads that run already go on by themselves."""
@@ -261,7 +264,7 @@ class Samples:
                 self._yielded, self._is_stuck = _called(self._sampler, self._rng), True
             sample = next(self._yielded)
             if isinstance(sample, Mapping):
-                self._entries.append(_Ready(sample, self._named() if self._entries else ""))
+                self._entries.append(_Ready(sample, self._named() if self._entries else None))
                 self._ready += 1
             elif is_read(sample):
                 require_bound(sample, self._yielded, self._rng)
@@ -276,7 +279,7 @@ class Samples:
             self._is_stuck = False
         except StopIteration:
             self._yielded = None
-            self._entries.append(_END)
+            self._entries.append(None)
             self._is_stuck |= self.are_divided  # a call that yielded nothing leaves it as it was: stuck
         except Exception as error:  # noqa: BLE001  # a sampler may raise anything; it comes in its turn
             self._entries.append(_Raised(error, self._named()))
@@ -296,9 +299,9 @@ class Samples:
     def _taken(self) -> Values | None:
         entry = self._entries.popleft()
         self._was_read, self._drawn = isinstance(entry, _Pending), None
-        if entry is _END:
+        if entry is None:
             return None
-        self._drawn = entry.drawn or None
+        self._drawn = entry.drawn
         if isinstance(entry, _Ready):
             self._ready -= 1
             return entry.values
@@ -307,6 +310,7 @@ class Samples:
             _held.add(-entry.held_bytes)
             if entry.error is None:
                 return _required(entry.values, entry.read)
+            raise entry.error
         raise entry.error
 
 

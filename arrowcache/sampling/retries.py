@@ -136,7 +136,8 @@ class Retries:
         return read()
 
     def _delay(self, attempt: int) -> float:
-        return self.jitter() * min(self.most_seconds, self.first_seconds * 2**attempt)
+        longest: float = min(self.most_seconds, self.first_seconds * 2**attempt)
+        return self.jitter() * longest
 
     def run(self, read: Callable[[], T], name: str) -> T:
         """Return the result of `read`, at the first attempt that succeeds.

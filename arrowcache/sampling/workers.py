@@ -9,9 +9,7 @@ by some seconds at most, in which it closes its generator. So does one that gets
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import os
 import select
 import signal
 import sys
@@ -26,7 +24,7 @@ from typing import Any
 
 from arrowcache import linux
 from arrowcache.errors import WorkerError
-from arrowcache.lifetimes import at_fork
+from arrowcache.lifetimes import at_fork, exit_beside_threads
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
@@ -65,14 +63,14 @@ class Workers(Executor):
         self._lock = threading.Lock()
         self._busy = 0  # threads that have a task, or will have one of the queue
         self._wishes: list[_Drawing] = []  # they ask for one task more
-        self._wish: Future[None] = Future()
+        self._wish: Future[Any] = Future()
 
     def idle(self) -> int:
         """Return the number of tasks that may begin now, in free processes and in those that ask for one."""
         with self._lock:
             return self._count - self._busy + len(self._wishes)
 
-    def next_wish(self) -> Future[None]:
+    def next_wish(self) -> Future[Any]:
         """Return a future that ends once a process asks for one task more."""
         if self._wish.done():
             self._wish = Future()
@@ -183,8 +181,7 @@ class Workers(Executor):
         return False
 
     def _forget(self, drawing: _Drawing) -> None:
-        if drawing in self._wishes:
-            self._wishes.remove(drawing)
+        self._wishes = [each for each in self._wishes if each is not drawing]
 
     def _give_up(self, drawing: _Drawing, error: BaseException) -> None:
         """Fail the task that a process drew. Another one draws the one behind it, of which it is no fault."""
@@ -260,9 +257,8 @@ def main(channel: Channel) -> None:
         finally:
             close_ahead()
     _ending.append(0)  # nothing interrupts the functions of `atexit`
-    if are_reading():  # a thread that comes back from C as the interpreter ends may abort the process
-        atexit._run_exitfuncs()
-        os._exit(0)
+    if are_reading():
+        exit_beside_threads()
 
 
 def _end_with_the_pool(channel: Channel) -> None:

@@ -59,7 +59,7 @@ class Map(Source):
     def __repr__(self) -> str:
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', self._function)})"
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         return self._draw(rng)
 
     def fitted(self, form: Form) -> Map:
@@ -77,7 +77,7 @@ class Map(Source):
         if isinstance(self._source, Source):
             self._source.close()
 
-    def _draw(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+    def _draw(self, rng: np.random.Generator) -> Iterator[Any]:
         samples = single(self._source(rng), rng)
         try:
             for sample in samples:

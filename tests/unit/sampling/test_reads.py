@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from drawing import fill
-from helpers import wait_until
+from helpers import limit, wait_until
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.reads import Samples, Threads, _held
+from arrowcache.sampling.reads import Samples, Threads, held_bytes
 from arrowcache.sampling.retries import Retries, may_pass
 from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Task
@@ -119,7 +119,7 @@ def test_a_task_has_the_same_rows_whatever_reads_is_and_however_they_go(reads):
         as_ever = builder()
         fill(Source(False), task(number), as_ever)
         assert b"".join(into.encode().pieces) == b"".join(as_ever.encode().pieces)
-    assert _held.nbytes == 0
+    assert held_bytes() == 0
 
 
 @pytest.mark.parametrize("reads", [1, 4, 16])
@@ -180,7 +180,7 @@ def test_the_first_error_in_the_order_of_yielding_ends_the_task():
     with pytest.raises(ZeroDivisionError, match="read 7"):
         ids_of(counting(read), 8)
     assert ids_of(counting(read), 8, rows=7) == list(range(7)), "errors behind the last row are nobody's"
-    assert _held.nbytes == 0
+    assert held_bytes() == 0
 
 
 def test_an_error_of_the_sampler_comes_behind_the_samples_before_it():
@@ -216,7 +216,7 @@ def test_reads_that_were_given_up_do_not_run_and_those_at_work_count():
     samples.begin(ROWS)
     wait_until(lambda: store.at_work == 3, "the reads")
     samples.close()
-    assert _held.nbytes == 0
+    assert held_bytes() == 0
     with ThreadPoolExecutor(1) as executor:
         ids = executor.submit(ids_of, counting(store.read), 3, 3, threads)
         time.sleep(0.2)
@@ -228,7 +228,7 @@ def test_reads_that_were_given_up_do_not_run_and_those_at_work_count():
 
 
 def test_threads_end_once_there_is_nothing_to_read(monkeypatch):
-    monkeypatch.setattr("arrowcache.sampling.reads._IDLE_SECONDS", 0.05)
+    limit(monkeypatch, idle_read_seconds=0.05)
     before, threads = threading.active_count(), Threads(4)
     for _ in range(3):
         assert ids_of(counting(Store().read, seconds=0.001), threads=threads) == list(range(ROWS))

@@ -59,7 +59,7 @@ class Map(Source):
     def __repr__(self) -> str:
         return f"Map({self._source!r}, {getattr(self._function, '__qualname__', self._function)})"
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
+    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
         return self._draw(rng)
 
     def fitted(self, form: Form) -> Map:

@@ -253,6 +253,8 @@ class Samples:
         if not self._reads or self._is_stuck:  # what can be taken is taken first
             return False
         threads = self._threads
+        if not threads.mean_bytes and self._reads >= threads.count:  # nothing is known of what they give
+            return False
         if self._ready + self._reads * max(1.0, threads.mean_rows) >= wanted_rows:
             return False
         return _held.nbytes <= self._most_bytes + (threads.count - 1) * threads.mean_bytes

@@ -2,8 +2,8 @@
 
 Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
 one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
-memory of the workers (PSS). 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 % of
-them fail; how many tasks are given up.
+private memory of the workers. 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 %
+fail; how many tasks are given up.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
 new cache for seconds, in turns; the rate is of the bytes that are published after the first second.
@@ -28,14 +28,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 import arrowcache as ac
 from benchmarks.history import remember
 from benchmarks.measure import machine
+from benchmarks.peers.tree import private_bytes
 
 MIB, KIB = 1 << 20, 1 << 10
 DELAY_SECONDS, TAIL_SECONDS = 0.02, 1.0
@@ -156,18 +157,11 @@ class Objects:
 _of_thread = threading.local()
 
 
-def pss_bytes(parent: int) -> int:
-    """Memory of the processes that a process has started, pages that several share divided among them."""
-    total = 0
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            of = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if of == parent and b"arrowcache.sampling" in (entry / "cmdline").read_bytes():
-                lines = (entry / "smaps_rollup").read_text().splitlines()
-                total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * KIB
-        except (OSError, IndexError):
-            continue
-    return total
+def memory_of_workers() -> int:
+    """The private bytes of the pool's processes together."""
+    children = psutil.Process().children()
+    workers = [child for child in children if "arrowcache.sampling" in " ".join(child.cmdline())]
+    return sum(private_bytes(worker.pid) for worker in workers)
 
 
 def filled(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]:
@@ -183,7 +177,7 @@ def filled(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]
             time.sleep(1)
             before, since = pool.stats(), time.perf_counter()
             time.sleep(SECONDS)
-            memory = pss_bytes(os.getpid())
+            memory = memory_of_workers()
             after, until = pool.stats(), time.perf_counter()
         rate = (after.bytes - before.bytes) / (until - since) / 1e6
         return {

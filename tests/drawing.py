@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
-from arrowcache.sampling.reads import Threads, single
+from arrowcache.sampling.reads import Sampler, Threads, single
 from arrowcache.sampling.retries import Retries
-from arrowcache.sampling.task import Sampler, Task, draw, samples_of
+from arrowcache.sampling.task import Task, draw, samples_of
 
 _ELSEWHERE = """
 import sys
@@ -57,6 +59,14 @@ def digest(source: Any, number: int, seed: int, rows: int = 50) -> str:
     task = Task("", b"", f"default.{seed}", seed, number, token=0, ramp=False)
     fill(source, task, builder)
     return hashlib.sha256(b"".join(builder.encode().pieces)).hexdigest()
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
 
 
 def run_elsewhere(code: str, source: Any, *words: object) -> str:

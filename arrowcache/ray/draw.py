@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
-from arrowcache.sampling.reads import Threads
-from arrowcache.sampling.task import Done, Sampler, Task, draw, failure, sampler_of, samples_of
+from arrowcache.sampling.reads import Sampler, Threads
+from arrowcache.sampling.task import Done, Task, draw, failure, sampler_of, samples_of
 
 
 class _WorkerState(NamedTuple):

@@ -14,7 +14,7 @@ from arrowcache.ray.caches import NodeCaches
 from arrowcache.ray.engine import RayEngine
 from arrowcache.sampling.options import PoolOptions, fitted
 from arrowcache.sampling.pool import Pool, PoolStats
-from arrowcache.sampling.task import Sampler
+from arrowcache.sampling.reads import Sampler
 from arrowcache.units import parse_bytes
 
 _INSTEAD = instead(

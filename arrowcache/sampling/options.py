@@ -8,7 +8,8 @@ from functools import partial
 
 from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
-from arrowcache.sampling.task import Sampler, Task
+from arrowcache.sampling.reads import Sampler
+from arrowcache.sampling.task import Task
 from arrowcache.storage.layout import TASK_NAME
 from arrowcache.units import parse_count
 

@@ -28,7 +28,7 @@ from arrowcache.os_errors import start
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
 from arrowcache.sampling.options import PoolOptions, fitted
-from arrowcache.sampling.task import Sampler
+from arrowcache.sampling.reads import Sampler
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
 

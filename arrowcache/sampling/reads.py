@@ -32,10 +32,10 @@ from arrowcache.os_errors import start
 from arrowcache.sampling.retries import Retries, settled
 from arrowcache.sampling.rows import Rows
 
-Sampler = Callable[["np.random.Generator"], Any]
 Values = Mapping[str, Any]
 Read = Callable[[], Values]
 """A callable that a sampler yields in place of a sample; it is called in a thread."""
+Sampler = Callable[["np.random.Generator"], Iterable[Values | Read]]
 
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
@@ -58,7 +58,7 @@ class _Pending:
     def run(self, retries: Retries) -> None:
         try:
             if not self.is_cancelled:
-                self.values = retries.call(self.read, lambda: self.is_cancelled)
+                self.values = retries.call(partial(values_of, self.read), lambda: self.is_cancelled)
         except BaseException as error:  # noqa: BLE001  # the task raises it in its turn
             self.error = error
         finally:
@@ -238,13 +238,11 @@ class Samples:
                 _held.add(-entry.held_bytes)
         self._reads = self._ready = 0
         yielded, self._yielded = self._yielded, None
-        close = getattr(yielded, "close", None)
-        if close is not None:
-            _of_thread.is_closing = True
-            try:
-                close()
-            finally:
-                _of_thread.is_closing = False
+        _of_thread.is_closing = True
+        try:
+            _close(yielded)
+        finally:
+            _of_thread.is_closing = False
 
     def _may_go_on(self, wanted_rows: int) -> bool:
         """True if the sampler is to yield something more now."""
@@ -311,7 +309,7 @@ class Samples:
             self._reads -= 1
             _held.add(-entry.held_bytes)
             if entry.error is None:
-                return _required(entry.values, entry.read)
+                return entry.values  # type: ignore[no-any-return]
             raise entry.error
         raise entry.error
 
@@ -331,9 +329,14 @@ def single(samples: Iterable[Any], rng: np.random.Generator) -> Generator[Any, N
                 require_bound(sample, iterator, rng)
             yield sample
     finally:
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()
+        _close(iterator)
+
+
+def _close(yielded: object) -> None:
+    """Close what a sampler returned, if it can be."""
+    close = getattr(yielded, "close", None)
+    if close is not None:
+        close()
 
 
 def is_read(sample: object) -> bool:
@@ -343,10 +346,7 @@ def is_read(sample: object) -> bool:
 
 def values_of(read: Read) -> Values:
     """Return what a read returns. Raises: SamplerError: neither a mapping nor `Rows`. What it raises."""
-    return _required(read(), read)
-
-
-def _required(values: Any, read: Read) -> Values:
+    values: Any = read()
     if isinstance(values, Mapping):
         return values
     what = "another callable" if callable(values) else type(values).__name__

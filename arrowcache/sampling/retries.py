@@ -118,26 +118,29 @@ class Retries:
             return retries
         return cls(retries)
 
-    def call(self, read: Callable[[], T], is_over: Callable[[], bool] = lambda: False) -> T:
+    def call(
+        self,
+        read: Callable[[], T],
+        is_over: Callable[[], bool] = lambda: False,
+        passes: Callable[[Exception], bool] | None = None,
+    ) -> T:
         """Return the result of anybody's `read`, at the first attempt that succeeds.
 
         Args:
             is_over: True: nobody waits for it any more, and there are no further attempts.
+            passes: tells the errors after which there are. None means `may_pass`.
         Blocks: for all attempts and the delays between them.
-        Raises: what `read` raised last: at once, if it may not pass (see `may_pass`).
+        Raises: what `read` raised last; at once, if it does not pass.
         """
+        passes = passes or may_pass
         for attempt in range(self.count):
             try:
                 return read()
             except Exception as error:
-                if is_over() or not may_pass(error):
+                if is_over() or not passes(error):
                     raise
-                self.sleep(self._delay(attempt))
+                self.sleep(self.jitter() * min(self.most_seconds, self.first_seconds * 2**attempt))
         return read()
-
-    def _delay(self, attempt: int) -> float:
-        longest: float = min(self.most_seconds, self.first_seconds * 2**attempt)
-        return self.jitter() * longest
 
     def run(self, read: Callable[[], T], name: str) -> T:
         """Return the result of `read`, at the first attempt that succeeds.
@@ -148,14 +151,19 @@ class Retries:
         Raises: FileNotFoundError, PermissionError: at once. OSError: at the last attempt; names the file
             and the cause. Other errors of `read` pass through.
         """
-        for attempt in range(self.count + 1):
-            try:
-                return read()
-            except OSError as error:
-                if attempt == self.count or is_settled(error):
-                    end(error, name, attempt + 1)
-                self.sleep(self._delay(attempt))
-        raise AssertionError("the last attempt returns or raises")
+        attempts = 0
+
+        def attempt() -> T:
+            nonlocal attempts
+            attempts += 1
+            return read()
+
+        try:
+            return self.call(
+                attempt, passes=lambda error: isinstance(error, OSError) and not is_settled(error)
+            )
+        except OSError as error:
+            end(error, name, attempts)
 
 
 def is_settled(error: OSError) -> bool:

@@ -18,10 +18,10 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
-from arrowcache.sampling.reads import Read, Samples, Threads
+from arrowcache.sampling.reads import Sampler, Samples, Threads
 from arrowcache.sampling.retries import is_marked, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.storage.layout import alive_byte
@@ -38,8 +38,6 @@ from arrowcache.storage.locks import LockFile, file_identity
 from arrowcache.storage.progress import Progress
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
-
-Sampler = Callable[["np.random.Generator"], Iterable[Mapping[str, Any] | Read]]
 
 _LOOK_SECONDS = 0.2
 _EMPTY_CALLS = 3  # of a sampler in a row, before the task fails

@@ -129,8 +129,8 @@ class Workers(Executor):
                         process = self._begun()
                     self._draw(process, *asked)
                 except BaseException as error:  # noqa: BLE001  # who waits for the future is told
-                    if not asked[0].done():
-                        asked[0].set_exception(explained(error) if isinstance(error, OSError) else error)
+                    if not asked[0].done():  # there is no process
+                        _fail(asked[0], error)
                     if process is not None:
                         process.kill()
                     self._end(process)
@@ -189,7 +189,7 @@ class Workers(Executor):
             self._forget(drawing)
         if drawing.tasks:
             future, _ = drawing.tasks.popleft()
-            future.set_exception(explained(error) if isinstance(error, OSError) else error)
+            _fail(future, error)
         for future, task in drawing.tasks:
             if self._is_over:
                 future.set_exception(WorkerError("the pool ended before a process drew it"))
@@ -203,6 +203,10 @@ class Workers(Executor):
             process.end()
             process.close()
             self._processes.discard(process)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    future.set_exception(explained(error) if isinstance(error, OSError) else error)
 
 
 def _death(process: WorkerProcess) -> WorkerError:

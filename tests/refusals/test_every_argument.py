@@ -14,7 +14,6 @@ import io
 import itertools
 import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stderr, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 import pytest
+from drawing import write_tar
 from helpers import flip_byte, segment_files, wait_until
 
 import arrowcache as ac
@@ -1077,14 +1077,12 @@ def of_shards(cache: ac.Cache) -> dict[str, Any]:
     folder = cache.path.parent / f"shards{next(COUNT)}"
     folder.mkdir()
     for shard in range(2):
-        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-            for number in range(8 * shard, 8 * shard + 8):
-                array = io.BytesIO()
-                np.save(array, np.arange(3) + number)
-                for suffix, data in (("txt", str(number).encode()), ("npy", array.getvalue())):
-                    member = tarfile.TarInfo(f"{number:03}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        files = {}
+        for number in range(8 * shard, 8 * shard + 8):
+            array = io.BytesIO()
+            np.save(array, np.arange(3) + number)
+            files |= {f"{number:03}.txt": str(number).encode(), f"{number:03}.npy": array.getvalue()}
+        write_tar(folder / f"{shard}.tar", files)
     return {"uris": [os.fspath(folder / "0.tar")]}
 
 

@@ -14,11 +14,10 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
-from arrowcache.sampling.reads import Read, is_read, single, values_of
+from arrowcache.sampling.reads import Read, Sampler, is_read, single, values_of
 from arrowcache.sampling.retries import settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
-from arrowcache.sampling.task import Sampler
 from arrowcache.units import require_function
 
 
@@ -81,9 +80,7 @@ class Map(Source):
         samples = single(self._source(rng), rng)
         try:
             for sample in samples:
-                own = (
-                    rng.spawn(1) if self._with_rng else []
-                )  # before the next one is drawn, wherever it is used
+                own = rng.spawn(1) if self._with_rng else []
                 yield partial(self._read, sample, own) if is_read(sample) else self._changed(sample, own)
         finally:
             samples.close()

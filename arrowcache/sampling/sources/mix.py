@@ -10,11 +10,10 @@ import numpy as np
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
 from arrowcache.lifetimes import call_all
-from arrowcache.sampling.reads import single
+from arrowcache.sampling.reads import Sampler, single
 from arrowcache.sampling.retries import settled
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
-from arrowcache.sampling.task import Sampler
 
 ON_ERROR = ("raise", "skip")
 _EMPTY_CALLS = 3  # of a source in a row, as in a task

@@ -7,14 +7,13 @@ import gzip
 import io
 import json
 import lzma
-import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from drawing import require_pure, take
+from drawing import require_pure, take, write_tar
 
 import arrowcache as ac
 from arrowcache.errors import SamplerError, SchemaError
@@ -26,14 +25,6 @@ def encoded(array: np.ndarray, allow_pickle: bool = False) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=allow_pickle)
     return file.getvalue()
-
-
-def write_tar(path: Path, files: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
 
 
 def sample_files(number: int) -> dict[str, bytes]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from page_cache import counts_pages
 
 from benchmarks.measure import hardware
 from benchmarks.peers import page_cache, rolling, slow
@@ -133,6 +134,7 @@ def test_a_footprint_counts_each_file_once_and_not_what_came_and_went(tmp_path, 
     assert footprint.bytes() == empty + (1 << 20)
 
 
+@counts_pages
 def test_files_that_were_dropped_are_not_in_the_page_cache(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))

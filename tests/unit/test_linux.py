@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from page_cache import drop_from_memory
+from page_cache import counts_pages, drop_from_memory
 
 from arrowcache import linux
 from arrowcache.reading.memory import address_of
@@ -156,6 +156,7 @@ def test_mapped_pages_are_made_writable():
         linux.make_writable(0, mmap.PAGESIZE)
 
 
+@counts_pages
 def test_pages_are_in_memory_or_not(tmp_path, opened):
     path = tmp_path / "file"
     path.write_bytes(b"z" * 64 * mmap.PAGESIZE)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import in_child, wait_until
-from page_cache import drop_from_memory, resident_bytes
+from page_cache import counts_pages, drop_from_memory, resident_bytes
 from plain_rows import Array, Files, Table, begun, begun_read, checked, columns_of, ended, entry, threads
 
 from arrowcache.native import engine
@@ -51,20 +51,16 @@ def found_and_read(files: Files, ids: Array, table: Table, *, drops: bool = Fals
 
 
 @MAPPED
+@counts_pages
 def test_what_is_missed_is_what_is_not_in_memory(is_mapped):
     files = pages_of(64)
     (path,), table = files.paths, files.table(unmapped=() if is_mapped else (0,))
     arrays = files.outputs(64)
 
-    def missed() -> int:
-        drop_from_memory(path)
-        for row in range(0, 64, 4):
-            bring(path, row * KIB64, KIB64)
-        return ended(begun_read(table, np.arange(64), arrays)).missed
-
-    wait_until(
-        lambda: missed() == 48, "rows to be missed: on a busy machine the disk may be quicker than the look"
-    )
+    drop_from_memory(path)
+    for row in range(0, 64, 4):
+        bring(path, row * KIB64, KIB64)
+    assert ended(begun_read(table, np.arange(64), arrays)).missed == 48
     assert np.array_equal(arrays[0], files.fixed[0][0])
     assert ended(begun_read(table, np.arange(64), arrays)).missed == 0
 
@@ -73,6 +69,7 @@ def test_what_is_missed_is_what_is_not_in_memory(is_mapped):
     ("lengths", "count"), [((0, 9), 20_000), ((0, 3000), 2000), ((100_000, 700_000), 12)]
 )
 @MAPPED
+@counts_pages
 def test_values_that_are_in_memory_are_not_missed(lengths, count, is_mapped):
     """Whatever the chunks are that they lie in."""
     files = Files([count], [], values=lengths)
@@ -80,6 +77,7 @@ def test_values_that_are_in_memory_are_not_missed(lengths, count, is_mapped):
     assert checked(files, np.arange(count), table, reads=True) == 0
 
 
+@counts_pages
 def test_values_that_are_not_in_memory_are_missed_by_pieces():
     piece = engine.PIECE_BYTES
     files = Files([3], [], values=(3 * piece, 3 * piece + 1), begin_at=PAGE)
@@ -91,6 +89,7 @@ def test_values_that_are_not_in_memory_are_missed_by_pieces():
     assert found_and_read(files, np.array([2, 0, 1]), table) == 0
 
 
+@counts_pages
 def test_offsets_that_are_not_in_memory_are_missed():
     files = Files([20_000], [], values=(1, 2))
     drop_from_memory(*files.paths)
@@ -99,6 +98,7 @@ def test_offsets_that_are_not_in_memory_are_missed():
         assert bool(found.missed) is not is_in_memory
 
 
+@counts_pages
 def test_a_copy_knows_whether_it_waited_for_the_disk():
     files, ids = Files([500], [5000], begin_at=PAGE), np.arange(500)
     drop_from_memory(*files.paths)
@@ -114,6 +114,7 @@ def test_a_copy_knows_whether_it_waited_for_the_disk():
 
 
 @MAPPED
+@counts_pages
 def test_what_came_from_the_disk_is_dropped_and_what_was_in_memory_stays(is_mapped):
     files = pages_of(64)
     (path,), table = files.paths, files.table(unmapped=() if is_mapped else (0,))
@@ -127,6 +128,7 @@ def test_what_came_from_the_disk_is_dropped_and_what_was_in_memory_stays(is_mapp
     assert resident_bytes(path) >= 64 * KIB64
 
 
+@counts_pages
 def test_values_that_came_from_the_disk_are_dropped_piece_by_piece():
     piece = engine.PIECE_BYTES
     files = Files([2], [], values=(8 * piece, 8 * piece + 1), begin_at=PAGE)
@@ -140,6 +142,7 @@ def test_values_that_came_from_the_disk_are_dropped_piece_by_piece():
     assert resident_bytes(path) == before == PAGE + 3 * piece
 
 
+@counts_pages
 def test_the_page_in_which_the_next_row_begins_stays():
     """It was dropped, and read once more by who reads in order."""
     files = Files([8], [2 * PAGE + 1000], begin_at=PAGE)
@@ -162,6 +165,7 @@ def test_a_file_system_that_does_not_tell_what_is_in_memory_is_read_all_the_same
     checked(files, ids, files.table(unmapped=unmapped))
 
 
+@counts_pages
 def test_a_mapped_file_without_a_path_is_copied_from_its_map():
     files = pages_of(8)
     table = files.table(without_path=(0,))
@@ -178,6 +182,7 @@ def test_a_mapped_file_without_a_path_is_copied_from_its_map():
 
 
 @MAPPED
+@counts_pages
 def test_rows_are_fetched(is_mapped):
     files = Files([30, 40, 30], [5000, 200_000], values=(500, 1000))
     table = files.table(unmapped=() if is_mapped else range(3))
@@ -310,6 +315,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "error"), CHANGES)
+@counts_pages
 def test_another_file_at_the_path_is_not_read(change, error):
     files = Files([50] * 3, [5000, 3])
     tables = [files.table(unmapped=unmapped) for unmapped in ((1,), ())]

@@ -38,6 +38,8 @@ check test test-%: export OMP_WAIT_POLICY := passive
 # Of cases that are many a commit has some, which its hash draws, and `make nightly` all: see tests/quick.py. It also
 # draws the order of tests, by pytest-randomly; ARGS=--randomly-seed=N: another.
 export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
+# Of the tests beyond `make test`, one in SHARE runs, which that hash draws, too: CI asks for fewer than all.
+SHARE ?= 1
 
 BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
 	device device_proof packed reads selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
@@ -116,7 +118,7 @@ test-python-%:
 	@for found in python$* $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$**/bin/python; do \
 		if ! $$found -c '' 2>/dev/null; then continue; fi; \
 		$(MAKE) .envs/core-$*/.stamp PYTHON=$$found && $(call compile,core-$*) && \
-			exec .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow' $(ARGS); \
+			exec .envs/core-$*/bin/python $(TESTS) $(CORE) -m 'not slow' --share $(SHARE) $(ARGS); \
 		exit; done; \
 	echo "SKIPPED: there is no Python $* here"
 
@@ -140,8 +142,8 @@ MORE := accelerate|boto3|datasets|distributed|jedi|jupyterlab|lightning|loky|mot
 NEEDING_MORE := $(shell grep --recursive --files-with-matches --extended-regexp 'importorskip..($(MORE))' --include='test_*.py' tests)
 test-newest: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke' $(ARGS)
-	$(RUN) $(TESTS) $(NEEDING_MORE) $(ARGS)
+	$(RUN) $(TESTS) $(NOT_BESIDE) $(NEEDING_MORE:%=--ignore %) -m 'slow and not smoke' --share $(SHARE) $(ARGS)
+	$(RUN) $(TESTS) $(NEEDING_MORE) --share $(SHARE) $(ARGS)
 
 # How many branches these tests reach in their own process, the modules with the fewest first: no part of `make test`,
 # as it takes them twice the processor. CPython 3.11 may have a traced thread spin after Ctrl-C, and keep the GIL.
@@ -155,22 +157,24 @@ coverage: .envs/newest/.stamp
 WITH_TENSORFLOW := $(wildcard tests/adapters/test_tensorflow*.py) tests/refusals/test_every_argument.py
 test-oldest: .envs/oldest/.stamp
 	$(call compile,oldest)
-	.envs/oldest/bin/python $(TESTS) $(NOT_BESIDE) $(NOT_IN_OLDEST) $(WITH_TENSORFLOW:%=--ignore %) -m 'not slow' $(ARGS)
-	.envs/oldest/bin/python $(TESTS) $(WITH_TENSORFLOW) $(ARGS)
+	.envs/oldest/bin/python $(TESTS) $(NOT_BESIDE) $(NOT_IN_OLDEST) $(WITH_TENSORFLOW:%=--ignore %) -m 'not slow' \
+		--share $(SHARE) $(ARGS)
+	.envs/oldest/bin/python $(TESTS) $(WITH_TENSORFLOW) --share $(SHARE) $(ARGS)
 
 test-ray: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) -m pytest tests/adapters/test_ray.py '$(RAY_NOTEBOOK)' $(ARGS)
+	$(RUN) -m pytest tests/adapters/test_ray.py '$(RAY_NOTEBOOK)' --share $(SHARE) $(ARGS)
 
 # What is in no other environment: the newest TensorFlow.
 test-tensorflow: .envs/tensorflow/.stamp
 	$(call compile,tensorflow)
-	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks tests/architecture/test_environments.py $(ARGS)
+	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks -k 'not notebook or tensorflow' \
+		tests/architecture/test_environments.py --share $(SHARE) $(ARGS)
 
 WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py tests/refusals/test_every_argument.py
 test-jax: .envs/jax/.stamp
 	$(call compile,jax)
-	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py $(ARGS)
+	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py --share $(SHARE) $(ARGS)
 
 test-spark: .envs/spark/.stamp
 	$(call compile,spark)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from quick import SEED, changed
+from quick import SEED, changed, is_drawn
 
 # On a busy machine any example may take long: that is no finding.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,7 +48,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run also what is marked `nightly`")
+    parser.addoption("--nightly", action="store_true", help="run all, what is marked `nightly`, too")
+    parser.addoption("--share", type=int, default=1, help="run one test in so many, drawn by TESTS_SEED")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Processes that share the tests have to agree on their names, in which no address may be.
 
     What is marked `nightly` is left out where it need not run: see quick.py. Of a test with many cases that
-    is marked `smoke` the first of those left is.
+    is marked `smoke` the first of those left is. Of those that the marks select, `--share` leaves a part.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
@@ -82,7 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name in seen:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
         seen.add(name)
-    return (yield)
+    yield
+    share = 1 if config.getoption("nightly") else config.getoption("share")
+    left = [item for item in items if not is_drawn(item.nodeid, share)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in {*left}]
 
 
 def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bool]) -> bool:

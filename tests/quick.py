@@ -2,7 +2,8 @@
 
 A test is marked `slow`, and one case of it `smoke`: `make test` runs that. `nightly` leaves a test to
 `make nightly`, but for the folders that it names: it also runs where one of these has changed since the last
-nightly run, of which nightly.json has their digests. `python tests/quick.py` writes that file.
+nightly run, of which nightly.json has their digests. `python tests/quick.py` writes that file. Of what is
+beyond `make test`, a commit's CI runs one test in some, by `--share`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,11 @@ def with_mark(value: Any, mark: pytest.MarkDecorator) -> Any:
     if isinstance(value, type(pytest.param())):
         return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+
+
+def is_drawn(name: str, share: int, seed: int = SEED) -> bool:
+    """True for the names of one test in so many: others with another seed."""
+    return zlib.crc32(f"{seed} {name}".encode()) % share == 0
 
 
 def digest(folder: str) -> str:

@@ -81,10 +81,11 @@ class Loader(Closable):
             sixteenth of it. The answer of an expression is remembered, 1 byte a row; of one that reads
             annotations (`Cache.annotate`) until these change. An expression reads columns of one number,
             text or time a row, `_seq`, `_row`, `_age_seconds` and annotations; float16 and bfloat16 are
-            float32 there. A missing annotation is null, and null is no. Tags and exclusions are looked up in
-            each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
-            with, also where it is resumed. This takes 4 bytes of memory a row, of segments that are read in
-            part. A masked array is refused: fill it, by .filled(False).
+            float32 there. A missing annotation is null, and null is no. A row that it cannot take, such as
+            one that it divides by zero, is a ValueError of the epoch, which names it. Tags and exclusions are
+            looked up in each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows
+            that it began with, also where it is resumed. This takes 4 bytes of memory a row, of segments that
+            are read in part. A masked array is refused: fill it, by .filled(False).
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
             disjoint, and all ranks have equally many steps.

@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import require_unmasked
+from arrowcache.arrow.expression import shown
 from arrowcache.reading.row_functions import (
     PythonFunction,
     RowFunction,
@@ -32,7 +33,7 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS, NO_TAGS, require_tag
 from arrowcache.storage.row_ids import is_row_id, row_ids
 from arrowcache.storage.store import Store
-from arrowcache.units import format_count, require_text, shortened
+from arrowcache.units import format_count, require_text
 
 INCLUDED, ALL_ROWS = NO_TAGS
 
@@ -64,12 +65,14 @@ class Selection:
             used, kind = require_expression(rows, "rows", schema, names)
             if not pa.types.is_boolean(kind):
                 raise ValueError(
-                    f"rows={shortened(str(rows), 80)} gives {kind}, not a bool for each row: compare it, "
+                    f"rows={shown(rows)} gives {kind}, not a bool for each row: compare it, "
                     "such as pyarrow.compute.field('label') != 3"
                 )
             self.names = tuple(name for name in names if name in used)
             function = table_function(rows, schema)
-            self.function = StoredFunction(self._annotations, schema, used, function, _without_nulls)
+            self.function = StoredFunction(
+                self._annotations, schema, used, function, _without_nulls, f"rows={shown(rows)}"
+            )
         elif callable(rows):
             self.function = PythonFunction(self._annotations, rows, _checked, expect)
 
@@ -171,7 +174,7 @@ def rows_term(rows: Any) -> str:
         return rows
     if is_expression(rows):
         _, (content,) = rows.__reduce__()
-        return f"{shortened(str(rows), 80)} ({xxhash.xxh3_64_hexdigest(content)})"
+        return f"{shown(rows)} ({xxhash.xxh3_64_hexdigest(content)})"
     return xxhash.xxh3_64_hexdigest(rows.tobytes()) if isinstance(rows, np.ndarray) else "a function"
 
 

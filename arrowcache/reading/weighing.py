@@ -16,6 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import require_unmasked
+from arrowcache.arrow.expression import shown
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import CacheFullError, warn
 from arrowcache.reading.row_functions import (
@@ -35,7 +36,7 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.row_ids import RowId
 from arrowcache.storage.row_values import RowValues
 from arrowcache.storage.store import Store
-from arrowcache.units import did_you_mean, require_text, shortened
+from arrowcache.units import did_you_mean, require_text
 
 
 class Weighing:
@@ -59,11 +60,13 @@ class Weighing:
             used, kind = require_expression(weights, "weights", schema, self._annotations.names(expect))
             if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
                 raise ValueError(
-                    f"weights={shortened(str(weights), 80)} gives {kind}, not a number for each row: cast "
+                    f"weights={shown(weights)} gives {kind}, not a number for each row: cast "
                     "it, such as (pyarrow.compute.field('label') == 3).cast('float32')"
                 )
             function = table_function(weights, schema)
-            self.function = StoredFunction(self._annotations, schema, used, function, _nulls_as_nan)
+            self.function = StoredFunction(
+                self._annotations, schema, used, function, _nulls_as_nan, f"weights={shown(weights)}"
+            )
         elif callable(weights):
             self.function = PythonFunction(self._annotations, weights, _floats, expect)
         elif weights in schema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,11 @@ _PLAIN: tuple[Any, ...] = (37, "37")
 def shown(expression: Expression) -> str:
     """Print an expression in one line, for messages."""
     return shortened(" ".join(str(expression).split()), 80)
+
+
+def mentions(expression: Expression, name: str) -> bool:
+    """True if a name is among the words of an expression: it may be a field that it reads."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(expression)) is not None
 
 
 def reason_of(error: pa.ArrowException) -> str:

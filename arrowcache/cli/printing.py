@@ -95,7 +95,7 @@ def write_frame(frame: Any, as_json: bool) -> None:
 
 
 def _present(cell: Any, of_floats: bool) -> Any:
-    """None for what pandas, which is not imported here, has in its place: NA, NaT, and NaN among no floats."""
+    """None for what pandas, not imported here, has in its place: NA, NaT, and NaN in a column of others."""
     is_nan = not of_floats and isinstance(cell, float) and math.isnan(cell)
     return None if is_nan or type(cell).__name__ in ("NAType", "NaTType") else cell
 

@@ -615,7 +615,10 @@ def test_an_expected_annotation_is_nan_to_a_function_and_null_to_an_expression(c
     [
         ({"expect": 3, "weights": "id"}, TypeError, "expect must be names"),
         ({"expect": [3], "weights": "id"}, TypeError, "a name of expect must be a text"),
-        ({"expect": "loss"}, ValueError, "neither rows= nor weights= asks for any"),
+        ({"expect": "loss"}, ValueError, "neither rows= nor weights= asks for it: leave it out"),
+        ({"expect": ["hard", "hrad"], "rows": "hard"}, ValueError, "asks for it: did you mean 'hard'. leave"),
+        ({"expect": "los", "rows": field("loss") > 1}, ValueError, "'los' is to come.* did you mean 'loss'"),
+        ({"expect": "prio", "weights": "id", "rows": "all"}, ValueError, "'prio' is to come.*leave it out"),
         ({"expect": "loss", "rows": "all"}, ValueError, "leave it out"),
         ({"expect": "loss", "rows": ["0:0"]}, ValueError, "leave it out"),
     ],

@@ -46,7 +46,8 @@ class Weighing:
         weights, expect: as of `Loader`; weights are not None.
     Raises: ValueError: a name that is neither a column nor an annotation of any row, while rows have other
         annotations, or it is like a column's; or an expression that does not fit.
-    Warns: RuntimeWarning: a name that is like no column's, and no row has an annotation yet.
+    Warns: RuntimeWarning: a name that is like no column's, and no row has an annotation yet. It is an error
+        of `of` once rows have only others.
     """
 
     def __init__(self, store: Store, weights: Any, expect: Sequence[str] = ()) -> None:
@@ -78,8 +79,9 @@ class Weighing:
             if not self._is_known():
                 warn(
                     f"no row has an annotation yet, and there are the columns {', '.join(schema)}: "
-                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...); "
-                    f"pass expect={weights!r} if they are to come"
+                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...), and is "
+                    "an error of the next epoch once rows have only other annotations; pass "
+                    f"expect={weights!r} if they are to come"
                 )
         if self.function is not None:
             self._reads_notes = self.function.reads_notes

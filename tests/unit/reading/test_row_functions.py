@@ -546,7 +546,8 @@ def test_weights_of_a_name_that_no_row_has_are_refused_with_those_there_are(cach
 
 
 def test_without_any_annotation_weights_of_a_name_give_a_warning_until_there_is_one(cache):
-    with pytest.warns(RuntimeWarning, match="pass expect='priorty'"):
+    words = "an error of the next epoch once rows have only other annotations; pass expect='priorty'"
+    with pytest.warns(RuntimeWarning, match=words):
         loader = Loader(cache, 4, weights="priorty")
     with loader:
         assert len(ids_of(loader)) == 160

@@ -79,8 +79,8 @@ class Weighing:
             if not self._is_known():
                 warn(
                     f"no row has an annotation yet, and there are the columns {', '.join(schema)}: "
-                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...), and is "
-                    "an error of the next epoch once rows have only other annotations; pass "
+                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...), and "
+                    "is an error of the next epoch once rows have only other annotations; pass "
                     f"expect={weights!r} if they are to come"
                 )
         if self.function is not None:

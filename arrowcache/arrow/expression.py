@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from arrowcache.os_errors import importing
 from arrowcache.units import shortened
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def reason_of(error: pa.ArrowException) -> str:
 
 def evaluated(expression: Expression, table: pa.Table) -> pa.ChunkedArray:
     """Return the value of each row of a table. Raises: pa.ArrowException: Arrow cannot evaluate it."""
-    from pyarrow import acero
+    with importing():
+        from pyarrow import acero
 
     plan = [
         acero.Declaration("table_source", acero.TableSourceNodeOptions(table)),

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any, TypeVar
 
+from arrowcache.units import did_you_mean
+
 Face = TypeVar("Face", bound=Callable[..., Any])
 
 _SAME = (
@@ -102,16 +104,13 @@ def face(
 
 
 def _refusal(face: str, name: str, known: Sequence[str], instead: Mapping[str, str]) -> str:
-    import difflib  # takes milliseconds, and few need it
-
-    near = difflib.get_close_matches(name, known, 2)
     same = [names for names in _SAME if name in names and {*names} & {*known}]
     if name in instead:
         way = instead[name]
     elif same:
         way = f"use {next(other for other in same[0] if other in known)}="
-    elif near:
-        way = f"did you mean {' or '.join(f'{each}=' for each in near)}?"
+    elif near := did_you_mean(name, known, "{}=".format):
+        way = near.rstrip()
     else:
         way = f"it takes {', '.join(known)}"
     return f"{face} has no argument {name!r}: {way}"

@@ -16,7 +16,7 @@ from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import ArrowCacheError
 from arrowcache.lifetimes import Closable
 from arrowcache.limits import Limits
-from arrowcache.os_errors import explaining
+from arrowcache.os_errors import explaining, importing
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import verification
 from arrowcache.storage.annotations import Annotations
@@ -274,7 +274,8 @@ class Cache(Shown, Closable):
         Rows that are excluded are among them, without a mark: `arrowcache.explore.export_parquet` leaves
         them out or marks them, and `sql` has them as `_excluded`.
         """
-        import pyarrow.dataset  # takes 20 ms, and few need it
+        with importing():
+            import pyarrow.dataset  # takes 20 ms, and few need it
 
         with self.snapshot() as snapshot:
             return pyarrow.dataset.dataset(snapshot.table())

@@ -52,6 +52,17 @@ def explaining(folder: Path | None = None) -> Iterator[None]:
             del better  # its traceback has this frame
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Add advice to the error of a first import in the block that finds no descriptor left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise  # the advice of others is about a cache
+        raise explained(error) from error
+
+
 def start(thread: threading.Thread) -> None:
     """Start a thread.
 

@@ -83,16 +83,21 @@ def write_frame(frame: Any, as_json: bool) -> None:
     if frame.index.name is not None:
         frame = frame.reset_index()
     columns = [str(name) for name in frame.columns]
-    rows = [[_present(cell) for cell in row] for row in frame.itertuples(index=False, name=None)]
+    has_floats = [dtype.kind == "f" for dtype in frame.dtypes]
+    rows = [
+        [_present(cell, of_floats) for cell, of_floats in zip(row, has_floats, strict=True)]
+        for row in frame.itertuples(index=False, name=None)
+    ]
     if as_json:
         write_json([dict(zip(columns, row, strict=True)) for row in rows])
     else:
         write_table(columns, rows)
 
 
-def _present(cell: Any) -> Any:
-    """None for what pandas, which is not imported here, has in its place: NA and NaT."""
-    return None if type(cell).__name__ in ("NAType", "NaTType") else cell
+def _present(cell: Any, of_floats: bool) -> Any:
+    """None for what pandas, not imported here, has in its place: NA, NaT, and NaN in a column of others."""
+    is_nan = not of_floats and isinstance(cell, float) and math.isnan(cell)
+    return None if is_nan or type(cell).__name__ in ("NAType", "NaTType") else cell
 
 
 def to_json(value: Any) -> Any:

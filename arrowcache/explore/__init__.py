@@ -26,6 +26,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from arrowcache.os_errors import importing
+
 if TYPE_CHECKING:
     from arrowcache.explore.compare import drift, duplicates
     from arrowcache.explore.exchange import export_parquet, import_parquet
@@ -73,7 +75,8 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(_home_of(name), name)
+        with importing():
+            value = getattr(_home_of(name), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "arrowcache":
             raise

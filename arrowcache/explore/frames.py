@@ -88,7 +88,7 @@ def to_pandas(
 
     Its first columns, `_seq` and `_row`, are each row's id: the number of its segment, and its place therein.
     `rows`, `gallery` and all that takes ids take the frame, or any part of it that has both. Its last columns
-    are what was noted of the rows, if anything was: `_excluded`, `_reason` (None where it is not), `_tags`
+    are what was noted of the rows, if anything was: `_excluded`, `_reason` (missing where it is not), `_tags`
     (lists of texts), and annotations by their names, NaN where none is.
 
     Numbers, bool and text have pandas' own dtypes, timestamps datetime64[us, UTC]. A tensor is an object:

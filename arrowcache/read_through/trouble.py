@@ -6,6 +6,7 @@ import time
 
 from arrowcache.errors import warn
 from arrowcache.limits import Limits
+from arrowcache.os_errors import explained
 
 
 class Trouble:
@@ -16,6 +17,8 @@ class Trouble:
 
     def note(self, error: BaseException) -> None:
         """Store nothing for half a minute. Warns, once in that time."""
+        if isinstance(error, OSError):
+            error = explained(error)
         is_new = not self.why
         self._why, self._until = str(error), time.monotonic() + Limits.current.trouble_seconds
         if is_new:

@@ -81,10 +81,11 @@ class Loader(Closable):
             sixteenth of it. The answer of an expression is remembered, 1 byte a row; of one that reads
             annotations (`Cache.annotate`) until these change. An expression reads columns of one number,
             text or time a row, `_seq`, `_row`, `_age_seconds` and annotations; float16 and bfloat16 are
-            float32 there. A missing annotation is null, and null is no. Tags and exclusions are looked up in
-            each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows that it began
-            with, also where it is resumed. This takes 4 bytes of memory a row, of segments that are read in
-            part. A masked array is refused: fill it, by .filled(False).
+            float32 there. A missing annotation is null, and null is no. A row that it cannot take, such as
+            one that it divides by zero, is a ValueError of the epoch, which names it. Tags and exclusions are
+            looked up in each epoch. Excluded rows are left out of each but "all". An epoch keeps the rows
+            that it began with, also where it is resumed. This takes 4 bytes of memory a row, of segments that
+            are read in part. A masked array is refused: fill it, by .filled(False).
         with_ids: add `_seq`, `_row` (int64) and `_age_seconds` (float64) of each row.
         rank: rank of this process. None means a single process. Each step has batch_size rows a rank,
             disjoint, and all ranks have equally many steps.
@@ -117,14 +118,16 @@ class Loader(Closable):
         weights: draw rows with replacement, each as often as its weight says: the name of an annotation
             (`Cache.annotate`; a row without one weighs as much as the heaviest) or of a column of one number
             a row, or a function or an expression as of `rows` that gives (rows,) numbers, where a null of an
-            expression is a missing one. In a cache without any annotation a name that is like no column's
-            gives a warning, unless `expect` has it; any other unknown one is an error. Weights are frozen
-            when an epoch begins, so `epoch_rows` is the interval at which new ones take hold. Of a full cache
-            the oldest rows leave for them: 4 bytes a row, and up to an eighth of the capacity for
-            annotations. None means each row once.
+            expression is a missing one. A name that is neither is an error, unless `expect` has it. In a
+            cache without any annotation one that is like no column's is a warning at first, and an error of
+            the next epoch once rows have only other annotations. Weights are frozen when an epoch begins, so
+            `epoch_rows` is the interval at which new ones take hold. Of a full cache the oldest rows leave
+            for them: 4 bytes a row, and up to an eighth of the capacity for annotations. None means each row
+            once.
         expect: names of tags and annotations that are only to come, for `rows` and `weights`: without it a
-            name that no row has or had is an error. A loader then waits for rows that get such a tag, and an
-            annotation is missing from all rows until there is one.
+            name that no row has or had is an error, of `weights` as said there. A name that neither asks for
+            is an error, too. A loader then waits for rows that get such a tag, and an annotation is missing
+            from all rows until there is one.
 
     Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,

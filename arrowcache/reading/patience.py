@@ -210,7 +210,7 @@ class Patience:
         waited = f"waited {self._timeout_seconds:g} s"
         if supply.pace_says:
             return (
-                f"{waited} for the pace of {path}: {supply.pace_says}{self._never_served()}. "
+                f"{waited} for the pace of {path}: {supply.pace_says}{self._why_spent()}. "
                 "Is a sampler running? set another pace with cache.set_pace(), or raise timeout"
             )
         if never := self._why_never():
@@ -226,17 +226,24 @@ class Patience:
             return fact
         return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
 
-    def _never_served(self) -> str:
-        """The words on rows that no epoch served, where the pace leaves out segments that one began."""
-        record = self._store.usage.record()
-        rows = record.inserted_rows - record.served_rows
-        if self._supply.most_passes() is None or rows <= 0:
+    def _why_spent(self) -> str:
+        """The words on the rows of all segments, where `max_reuse` leaves out some that an epoch began."""
+        supply, record, others = self._supply, self._store.usage.record(), ""
+        if supply.unspent_rows is None:
             return ""
+        if supply.unspent_rows and supply.rows < self._needed_rows:
+            rows = format_count(supply.rows, "row")
+            others = f", and the others have {rows}{supply.accepted} of the {self._needed_rows} waited for"
+        counts = "max_reuse counts a segment as read once an epoch of it has begun"
+        if supply.chosen_rows:
+            return f"{others}; {counts}, whichever of its rows {supply.chosen_rows}"
+        never = record.inserted_rows - record.unread_rows - supply.unspent_rows - record.served_rows
+        if never <= 0:
+            return others
         return (
-            f"; of {format_count(record.inserted_rows, 'row')} published so far at least {rows:,} were never "
-            "served, since max_reuse counts a segment as read once an epoch of it has begun. A later release "
-            "has Loader(once=...), which counts rows; until then let epochs end, without epoch_rows and with "
-            "drop_last=False"
+            f"{others}; of {format_count(record.inserted_rows, 'row')} published so far at least {never:,} "
+            f"were never served, since {counts}. A later release has Loader(once=...), which counts rows; "
+            "until then let epochs end, without epoch_rows and with drop_last=False"
         )
 
     def _why_never(self) -> str:

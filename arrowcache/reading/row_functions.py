@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from arrowcache import linux
 from arrowcache.arrow.dtype import dtype_of
+from arrowcache.arrow.expression import REPLACE_IT, evaluated, reason_of, shown, type_of
 from arrowcache.arrow.schema import RESERVED_NAMES, Binary, FieldType, Schema, String, Tensor, Timestamp
 from arrowcache.cgroup import memory_bytes
 from arrowcache.lifetimes import cached_property
@@ -31,7 +32,8 @@ from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import VALUES
-from arrowcache.units import did_you_mean, shortened
+from arrowcache.storage.row_ids import RowId
+from arrowcache.units import did_you_mean
 
 if TYPE_CHECKING:
     from pyarrow.compute import Expression
@@ -119,6 +121,7 @@ class StoredFunction(RowFunction[T]):
     Args:
         names: of the columns and annotations.
         function: gives the results for rows, which can be sliced, of their columns by name: arrays, or lists.
+        shown: the argument that the function is, for messages.
     """
 
     def __init__(
@@ -128,8 +131,10 @@ class StoredFunction(RowFunction[T]):
         names: Sequence[str],
         function: Callable[[dict[str, Any]], Any],
         checked: Callable[[Any, SegmentInfo], T],
+        shown: str = "",
     ) -> None:
         super().__init__(annotations, checked)
+        self._shown = shown
         self._function, self._columns = function, [name for name in names if name in schema]
         self._ids = [name for name in names if name not in schema and name in _IDS]
         self._values = [name for name in names if name not in schema and name not in _IDS]
@@ -137,7 +142,10 @@ class StoredFunction(RowFunction[T]):
         self._version: object = None  # of the annotations
 
     def ahead(self, snapshot: Snapshot) -> Iterator[None]:
-        """Find the results that are not known, of some hundred thousand rows a `next`."""
+        """Find the results that are not known, of some hundred thousand rows a `next`.
+
+        Raises: ValueError: Arrow cannot evaluate the expression for a row, which the message names.
+        """
         values = SnapshotValues(self._annotations, snapshot, self._values)
         version = values.version if self._values else None
         if version != self._version:
@@ -150,12 +158,33 @@ class StoredFunction(RowFunction[T]):
             located = snapshot.locate(ids) if self._ids else {}
             columns |= {name: located[name] for name in self._ids}
             columns |= {name: values.of(name)[first:last] for name in self._values}
-            results = self._function(columns)
+            try:
+                results = self._function(columns)
+            except pa.ArrowException as error:
+                place, why = self._failing(columns, last - first, reason_of(error))
+                where = snapshot.locate(ids[[place]])
+                row = RowId(int(where[_SEQ][0]), int(where[_ROW][0]))
+                raise ValueError(
+                    f"{self._shown} cannot be evaluated for row {row}: {why}; {REPLACE_IT}, or give a Python "
+                    "function of columns"
+                ) from None
             for index in run:
                 start, stop = snapshot.rows_before(index) - first, snapshot.rows_before(index + 1) - first
                 segment = snapshot.segments[index]
                 self._found[segment.seq] = self._checked(results[start:stop], segment)
             yield
+
+    def _failing(self, columns: dict[str, Any], rows: int, why: str) -> tuple[int, str]:
+        """Return the first of some rows for which the function fails, as it does for all, and why."""
+        first, last = 0, rows - 1
+        while first < last:
+            middle = (first + last) // 2
+            try:
+                self._function({name: values[first : middle + 1] for name, values in columns.items()})
+                first = middle + 1
+            except pa.ArrowException as error:
+                last, why = middle, reason_of(error)
+        return first, why
 
     def forget(self) -> None:
         if _AGE in self._ids:
@@ -331,12 +360,12 @@ def require_expression(
     for name in _refused_functions():
         if re.search(rf"(?<![\w.]){re.escape(name)}\(", text):
             raise ValueError(
-                f"{what}={_shown(expression)} calls {name}: an expression may call pyarrow's own functions "
+                f"{what}={shown(expression)} calls {name}: an expression may call pyarrow's own functions "
                 "of one row, and not random, since its answer is remembered; give a Python function instead"
             )
     if "FieldPath(" in text:
         raise ValueError(
-            f"{what}={_shown(expression)} reads a column by its number: write pyarrow.compute.field(name)"
+            f"{what}={shown(expression)} reads a column by its number: write pyarrow.compute.field(name)"
         )
     fields = {name: kind for name in schema if (kind := _arrow_type(schema[name])) is not None}
     types = {name: pa.float64() for name in annotations} | _IDS | fields
@@ -346,7 +375,7 @@ def require_expression(
     for name in candidates:
         try:
             others = [(other, types[other]) for other in candidates if other != name]
-            _evaluated(expression, pa.schema(others))
+            evaluated(expression, pa.schema(others).empty_table())
         except pa.ArrowException:
             names.append(name)
     return names or [_ROW], result
@@ -360,7 +389,7 @@ def table_function(expression: Expression, schema: Schema) -> Callable[[dict[str
 
     def function(columns: dict[str, Any]) -> pa.Array:
         arrays = {name: _as_arrow(values, schema.get(name)) for name, values in columns.items()}
-        found = _evaluated(expression, pa.table(arrays)).combine_chunks()
+        found = evaluated(expression, pa.table(arrays)).combine_chunks()
         return found if isinstance(found, pa.Array) else pa.concat_arrays(found.chunks)
 
     return function
@@ -368,22 +397,20 @@ def table_function(expression: Expression, schema: Schema) -> Callable[[dict[str
 
 def _type_of(expression: Expression, what: str, types: dict[str, pa.DataType], schema: Schema) -> pa.DataType:
     try:
-        return _evaluated(expression, pa.schema([*types.items()])).type
+        return type_of(expression, pa.schema([*types.items()]))
     except pa.ArrowException as error:
         missing = re.match(r"No match for FieldRef\.Name\((.*)\) in ", str(error), re.DOTALL)
         if missing is None:
-            raise ValueError(
-                f"{what}={_shown(expression)} cannot be evaluated: {str(error).splitlines()[0]}"
-            ) from None
+            raise ValueError(f"{what}={shown(expression)} cannot be evaluated: {reason_of(error)}") from None
     name = missing[1].split(") in ")[0]
     if (kind := schema.get(name)) is not None:
         raise ValueError(
-            f"{what}={_shown(expression)} reads {name!r}, which is {kind}: an expression reads columns of "
+            f"{what}={shown(expression)} reads {name!r}, which is {kind}: an expression reads columns of "
             "one number, text or time a row, and Arrow has no complex numbers; give a Python function of "
             f"columns, which finds it as columns[{name!r}]"
         )
     raise ValueError(
-        f"{what}={_shown(expression)} reads {name!r}, neither a column nor an annotation of any row: "
+        f"{what}={shown(expression)} reads {name!r}, neither a column nor an annotation of any row: "
         f"{did_you_mean(name, types)}there are {', '.join(types)}; pass expect={name!r} if rows are to get it"
     )
 
@@ -399,21 +426,6 @@ def _refused_functions() -> list[str]:
         for name in registry.list_functions()
         if name != "cast" and (name not in own or registry.get_function(name).kind != "scalar")
     ]
-
-
-def _shown(expression: Expression) -> str:
-    return shortened(str(expression), 80)
-
-
-def _evaluated(expression: Expression, rows: pa.Table | pa.Schema) -> pa.ChunkedArray:
-    from pyarrow import acero
-
-    table = rows.empty_table() if isinstance(rows, pa.Schema) else rows
-    plan = [
-        acero.Declaration("table_source", acero.TableSourceNodeOptions(table)),
-        acero.Declaration("project", acero.ProjectNodeOptions([expression], ["found"])),
-    ]
-    return acero.Declaration.from_sequence(plan).to_table(use_threads=False).column(0)
 
 
 def _arrow_type(kind: FieldType) -> pa.DataType | None:

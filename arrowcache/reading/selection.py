@@ -7,6 +7,7 @@ Must never: change the rows of an epoch that has begun.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import require_unmasked
+from arrowcache.arrow.expression import mentions, shown
 from arrowcache.reading.row_functions import (
     PythonFunction,
     RowFunction,
@@ -32,9 +34,10 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.notes import MARKS, NO_TAGS, require_tag
 from arrowcache.storage.row_ids import is_row_id, row_ids
 from arrowcache.storage.store import Store
-from arrowcache.units import format_count, require_text, shortened
+from arrowcache.units import did_you_mean, format_count, require_text
 
 INCLUDED, ALL_ROWS = NO_TAGS
+_WORD = re.compile(r"[^\W\d]\w*")
 
 Mask = NDArray[np.bool_]
 
@@ -64,12 +67,14 @@ class Selection:
             used, kind = require_expression(rows, "rows", schema, names)
             if not pa.types.is_boolean(kind):
                 raise ValueError(
-                    f"rows={shortened(str(rows), 80)} gives {kind}, not a bool for each row: compare it, "
+                    f"rows={shown(rows)} gives {kind}, not a bool for each row: compare it, "
                     "such as pyarrow.compute.field('label') != 3"
                 )
             self.names = tuple(name for name in names if name in used)
             function = table_function(rows, schema)
-            self.function = StoredFunction(self._annotations, schema, used, function, _without_nulls)
+            self.function = StoredFunction(
+                self._annotations, schema, used, function, _without_nulls, f"rows={shown(rows)}"
+            )
         elif callable(rows):
             self.function = PythonFunction(self._annotations, rows, _checked, expect)
 
@@ -146,23 +151,26 @@ def require_rows(rows: object) -> object:
 def require_expected(expect: object, rows: object, weights: object) -> tuple[str, ...]:
     """Return the argument `expect` of a loader.
 
-    Raises: TypeError, ValueError: no names, or nothing asks for one.
+    Raises: TypeError, ValueError: no names, or one that nothing asks for. A function may ask for any.
     """
     names = (expect,) if isinstance(expect, str) else tuple(expect) if isinstance(expect, Sequence) else None
     if names is None:
         raise TypeError(f"expect must be names of tags and annotations that are to come, not {expect!r}")
     for name in names:
         require_text(name, "a name of expect")
-    if names and weights is None and not (callable(rows) or is_expression(rows) or _is_tag(rows)):
-        raise ValueError(
-            f"expect={expect!r} names tags and annotations that are to come, and neither rows= nor weights= "
-            "asks for any: leave it out"
-        )
+    if callable(rows) or callable(weights):
+        return names
+    tags = () if isinstance(rows, str) and rows in NO_TAGS else (rows,)
+    asked = [each for each in (*tags, weights) if isinstance(each, str)]
+    expressions = [each for each in (rows, weights) if is_expression(each)]
+    for name in names:
+        if name not in asked and not any(mentions(each, name) for each in expressions):
+            words = [*asked, *(word for each in expressions for word in _WORD.findall(str(each)))]
+            raise ValueError(
+                f"expect={expect!r} says that {name!r} is to come, and neither rows= nor weights= asks for "
+                f"it: {did_you_mean(name, words)}leave it out"
+            )
     return names
-
-
-def _is_tag(rows: object) -> bool:
-    return isinstance(rows, str) and rows not in NO_TAGS
 
 
 def rows_term(rows: Any) -> str:
@@ -171,7 +179,7 @@ def rows_term(rows: Any) -> str:
         return rows
     if is_expression(rows):
         _, (content,) = rows.__reduce__()
-        return f"{shortened(str(rows), 80)} ({xxhash.xxh3_64_hexdigest(content)})"
+        return f"{shown(rows)} ({xxhash.xxh3_64_hexdigest(content)})"
     return xxhash.xxh3_64_hexdigest(rows.tobytes()) if isinstance(rows, np.ndarray) else "a function"
 
 

@@ -68,6 +68,8 @@ class Supply:
         self.listed: Sequence[SegmentInfo] = ()
         self.rows = 0  # rows of the listed segments that an epoch may have
         self.pace_says = ""  # why the pace allows no epoch now, or ""
+        #: Rows of the segments that `max_reuse` still allows. None: it allows all.
+        self.unspent_rows: int | None = None
         self.is_asked_elsewhere = False  # another rank asks the functions for this epoch now
         self._ahead: Snapshot | None = None  # for the next `take`
 
@@ -84,6 +86,15 @@ class Supply:
         if self._choose:
             return self._chosen_by("refuse"), f"look at what {self._chosen_by('accept')}"
         return ("cache.exclude() refuses", "cache.include() some") if self._has_excluded else ("", "")
+
+    @property
+    def chosen_rows(self) -> str:
+        """The clause on which rows of a segment an epoch serves. Empty: all."""
+        if self._weighing is not None:
+            return "weights= draws"
+        if self._selection.chooses:
+            return "`rows` accepts"
+        return "are not excluded" if self._has_excluded else ""
 
     def _chosen_by(self, verb: str) -> str:
         return f"{' and '.join(self._choose)} {verb}{'s' * (len(self._choose) == 1)}"
@@ -255,7 +266,7 @@ class Supply:
 
     def _may_begin(self) -> bool:
         """True if the pace allows an epoch now, whatever rows it reads."""
-        self.pace_says = ""
+        self.pace_says, self.unspent_rows = "", None
         if self.is_paced:
             with explaining(self.store.folder.path):
                 os.stat(self.store.folder.segments)  # first: it reports a folder that is gone
@@ -274,6 +285,7 @@ class Supply:
         seqs = _seqs(listed)
         spent = set(seqs[self.store.usage.served(seqs) >= most].tolist())
         if spent:
+            self.unspent_rows = sum(segment.rows for segment in listed if segment.seq not in spent)
             self.pace_says = (
                 f"of {format_count(len(listed), 'segment')} {len(spent)} were served max_reuse={most} times"
             )

@@ -16,6 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import require_unmasked
+from arrowcache.arrow.expression import shown
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import CacheFullError, warn
 from arrowcache.reading.row_functions import (
@@ -35,7 +36,7 @@ from arrowcache.storage.note_lines import Rows
 from arrowcache.storage.row_ids import RowId
 from arrowcache.storage.row_values import RowValues
 from arrowcache.storage.store import Store
-from arrowcache.units import did_you_mean, require_text, shortened
+from arrowcache.units import did_you_mean, require_text
 
 
 class Weighing:
@@ -45,7 +46,8 @@ class Weighing:
         weights, expect: as of `Loader`; weights are not None.
     Raises: ValueError: a name that is neither a column nor an annotation of any row, while rows have other
         annotations, or it is like a column's; or an expression that does not fit.
-    Warns: RuntimeWarning: a name that is like no column's, and no row has an annotation yet.
+    Warns: RuntimeWarning: a name that is like no column's, and no row has an annotation yet. It is an error
+        of `of` once rows have only others.
     """
 
     def __init__(self, store: Store, weights: Any, expect: Sequence[str] = ()) -> None:
@@ -59,11 +61,13 @@ class Weighing:
             used, kind = require_expression(weights, "weights", schema, self._annotations.names(expect))
             if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
                 raise ValueError(
-                    f"weights={shortened(str(weights), 80)} gives {kind}, not a number for each row: cast "
+                    f"weights={shown(weights)} gives {kind}, not a number for each row: cast "
                     "it, such as (pyarrow.compute.field('label') == 3).cast('float32')"
                 )
             function = table_function(weights, schema)
-            self.function = StoredFunction(self._annotations, schema, used, function, _nulls_as_nan)
+            self.function = StoredFunction(
+                self._annotations, schema, used, function, _nulls_as_nan, f"weights={shown(weights)}"
+            )
         elif callable(weights):
             self.function = PythonFunction(self._annotations, weights, _floats, expect)
         elif weights in schema:
@@ -75,8 +79,9 @@ class Weighing:
             if not self._is_known():
                 warn(
                     f"no row has an annotation yet, and there are the columns {', '.join(schema)}: "
-                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...); "
-                    f"pass expect={weights!r} if they are to come"
+                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...), and "
+                    "is an error of the next epoch once rows have only other annotations; pass "
+                    f"expect={weights!r} if they are to come"
                 )
         if self.function is not None:
             self._reads_notes = self.function.reads_notes

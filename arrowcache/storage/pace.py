@@ -53,7 +53,8 @@ class Pace:
             read once an epoch of it has begun and served a row, whichever of its rows that epoch delivers.
             So with max_reuse=1 rows are never served where an epoch ends early (`break`), is shorter than
             the snapshot (`epoch_rows`), or leaves out its last batch (`drop_last=True`); the error of a wait
-            says how many. To use each row once, by rows, is for `Loader(once=...)` of a later release.
+            says how many, unless `rows`, `weights` or exclusions choose among them. To use each row once, by
+            rows, is for `Loader(once=...)` of a later release.
         tolerance: by how many served rows training may lag behind `samples_per_insert` before samplers wait,
             and be ahead of it before epochs do. None means that rows served for each row published
             stay within 10 % of samples_per_insert, and a segment a sampler.

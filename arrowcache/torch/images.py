@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arrowcache.arrow.items import Node, Opened, with_article
+from arrowcache.os_errors import importing
 from arrowcache.torch.leaves import refusal
 
 #: Modes of images whose pixels are all there is to them: a palette is more.
@@ -65,15 +66,14 @@ class ImageCodec:
         )
 
     def made(self, node: Node, children: list[Any]) -> Any:
-        from PIL.Image import fromarray, frombytes
-
+        image = _pillow()
         pixels, text = children
         mode = node.rest[0].name
         if mode == "1":
-            made = fromarray(pixels.astype(np.uint8) * 255).convert("1")
+            made = image.fromarray(pixels.astype(np.uint8) * 255).convert("1")
         else:
             height, width = pixels.shape[:2]
-            made = frombytes(mode, (width, height), np.ascontiguousarray(pixels).tobytes())
+            made = image.frombytes(mode, (width, height), np.ascontiguousarray(pixels).tobytes())
         if text:
             info, exif = json.loads(text)
             made.info.update({_decoded(key): _decoded(value) for key, value in info})
@@ -91,6 +91,13 @@ def is_image(kind: type) -> bool:
     """True if a class is Pillow's own, of images or of files of them."""
     image = getattr(sys.modules.get("PIL.Image"), "Image", None)
     return image is not None and issubclass(kind, image) and kind.__module__.startswith("PIL.")
+
+
+@functools.cache
+def _pillow() -> Any:
+    with importing():
+        import PIL.Image
+    return PIL.Image
 
 
 @functools.cache

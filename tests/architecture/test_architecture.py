@@ -28,7 +28,8 @@ LAYERS = {  # an import may only point to a lower number
     "arrow": 1,
     "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
     "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
-    "arguments": -1, "lifetimes": -1, "limits": -1, "units": -1,
+    "arguments": -1, "lifetimes": -1, "limits": -1,
+    "units": -2,
 }  # fmt: skip
 STANDARD_LIBRARY_ONLY = ("arguments", "cgroup", "display", "errors", "lifetimes", "limits", "linux", "units")
 FRAMEWORKS = {

@@ -174,6 +174,21 @@ def test_a_first_use_without_a_descriptor_left_names_the_way_out_and_can_be_trie
     assert run(*script) == "True\nSamplerPool\n"
 
 
+@pytest.mark.parametrize("use", ["arrowcache.explore.observe", "cache.dataset()"])
+def test_a_first_import_within_a_use_names_it_too(tmp_path, use):
+    script = (
+        "import os, resource, arrowcache, arrowcache.explore",
+        "schema = {'x': arrowcache.Tensor('int8')}",
+        f"cache = arrowcache.Cache.create({str(tmp_path / 'c')!r}, schema, '1MiB')",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, 4096))",
+        "try:",
+        f"    {use}",
+        "except OSError as error:",
+        "    print('ulimit -n' in str(error))",
+    )
+    assert run(*script) == "True\n"
+
+
 @pytest.mark.slow
 def test_an_editor_that_reads_the_source_knows_the_names():
     jedi = pytest.importorskip("jedi", reason="jedi is not installed")

@@ -610,7 +610,9 @@ def test_rows_are_shown_and_exported_with_their_ids_and_marks(call, cache, tmp_p
     cache.tag([(0, 2), (1, 3)], "hard")
     head, *rows = table(call("head", cache.path, "-n", "3", "-c", "id")[1])
     assert head == ["_seq", "_row", "id", "_excluded", "_reason", "_tags"]
-    assert [row[:5] for row in rows][1] == ["0", "1", "1", "True", "bad"]
+    assert [row[3:5] for row in rows] == [["False", ""], ["True", "bad"], ["False", ""]]
+    asked = call("sql", cache.path, "select _reason, 'nan'::float from cache order by id limit 2")[1]
+    assert table(asked)[1:] == [["", "nan"], ["bad", "nan"]]
     for given, exported, marked in (
         ([], 159, False), (["--rows", "included"], 159, False), (["--rows", "all"], 160, True),
         (["--rows", "hard"], 2, False), (["--rows", "1:3"], 1, False),

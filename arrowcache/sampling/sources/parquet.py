@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import acero
 
+from arrowcache.arrow.expression import REPLACE_IT, reason_of, shown, type_of
 from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields, values_of
 from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
 from arrowcache.arrow.segment import row_bytes
@@ -247,10 +248,10 @@ def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | Non
     if condition is not None:
         try:
             _filtered(fields.empty_table(), condition)  # `subset` accepts other objects, too
+            type_of(condition, pa.schema([(each.name, plain_type(each.type)) for each in fields]))
         except pa.ArrowException as error:
-            why = " ".join(str(error).split())
             raise SchemaError(
-                f"{store.name(file.path)}: the filter {condition} does not fit: {why}"
+                f"{store.name(file.path)}: the filter {shown(condition)} does not fit: {reason_of(error)}"
             ) from None
         with suppress(pa.ArrowException):  # of a column of views: what statistics say cannot be asked
             fragment = fragment.subset(condition)
@@ -267,7 +268,7 @@ class _Open:
     def __init__(
         self, store: ObjectStore, file: ListedFile, names: list[str], condition: pc.Expression | None
     ) -> None:
-        self._names, self._condition = names, condition
+        self._name, self._names, self._condition = store.name(file.path), names, condition
         self._in_threads = not store.is_in_python
         self._file = store.open(file.path)
         self._parquet = pq.ParquetFile(self._file, pre_buffer=self._in_threads)
@@ -277,7 +278,15 @@ class _Open:
 
     def read(self, number: int) -> pa.Table:
         table = self._parquet.read_row_group(number, columns=self._read_names, use_threads=self._in_threads)
-        return table if self._condition is None else _filtered(table, self._condition).select(self._names)
+        if self._condition is None:
+            return table
+        try:
+            return _filtered(table, self._condition).select(self._names)
+        except pa.ArrowException as error:
+            raise SchemaError(
+                f"{self._name}: the filter {shown(self._condition)} does not fit some row of row group "
+                f"{number}: {reason_of(error)}; {REPLACE_IT}"
+            ) from None
 
     def close(self) -> None:
         self._file.close()

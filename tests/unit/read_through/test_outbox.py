@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import threading
 from itertools import count
@@ -460,3 +461,10 @@ def test_ctrl_c_at_any_call_loses_no_item_and_publishes_none_twice(tmp_path, mon
             published = snapshot.gather(np.arange(len(snapshot)), [INDEX])[INDEX].tolist()
         assert len({*published}) == len(published)
         assert {*done} <= {*published}
+
+
+def test_a_cache_for_which_no_file_can_be_opened_says_what_to_do():
+    trouble = Trouble()
+    with pytest.warns(RuntimeWarning, match=r"not stored: .*ulimit -n"):
+        trouble.note(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "cache.lock"))
+    assert "ulimit -n" in trouble.why

@@ -175,6 +175,46 @@ def test_the_error_of_max_reuse_says_how_many_rows_were_never_served(tmp_path, o
     assert ("A later release has Loader(once=...)" in str(caught.value)) is bool(never)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"where": lambda segment: segment.seq == 0},
+            "the others have 0 rows that `where` accepts of the 16 wait",
+        ),
+        (
+            {"rows": [(0, row) for row in range(16)]},
+            "begun, whichever of its rows `rows` accepts. Is a sampler",
+        ),
+        ({"weights": "id", "epoch_rows": 16}, "begun, whichever of its rows weights= draws. Is a sampler"),
+        ({"rows": "included"}, "begun, whichever of its rows are not excluded. Is a sampler"),
+    ],
+)
+def test_rows_that_nobody_asks_for_are_not_said_to_be_left_out_by_max_reuse(cache, options, words):
+    publish(cache, 2)
+    cache.exclude((1, 3))
+    cache.set_pace(ac.Pace(max_reuse=1))
+    with ac.Loader(cache, 16, timeout=0.2, **options) as loader:
+        epoch(loader)
+        with pytest.raises(ac.LoaderTimeoutError, match="served max_reuse=1 times") as caught:
+            iter(loader)
+    assert words in str(caught.value)
+    assert "never served" not in str(caught.value)
+
+
+def test_rows_that_may_still_be_served_are_not_said_to_be_left_out_by_max_reuse(cache):
+    publish(cache, 2)
+    cache.set_pace(ac.Pace(max_reuse=1))
+    with ac.Loader(cache, 32, timeout=0.2) as loader:
+        assert epoch(loader) == 1
+        publish(cache, 1)
+        with pytest.raises(
+            ac.LoaderTimeoutError, match="the others have 16 rows of the 32 waited for"
+        ) as caught:
+            iter(loader)
+    assert "never served" not in str(caught.value)
+
+
 def test_max_reuse_goes_together_with_where(cache):
     publish(cache, 4)
     cache.set_pace(ac.Pace(max_reuse=1))

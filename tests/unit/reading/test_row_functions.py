@@ -6,10 +6,12 @@ import os
 import threading
 import time
 import warnings
+from datetime import datetime, timezone
 from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from helpers import ids_of, limit, make_cache, publish, wait_until
@@ -342,6 +344,12 @@ def test_an_expression_reads_scalar_columns_in_their_logical_types(kinds, expres
         (call("random", [], pc.RandomOptions(initializer=1)) < 0.5, "calls random"),
         (field(0) > 3, r"by its number: write pyarrow.compute.field\(name\)"),
         (field(("id", "x")) > 3, "cannot be evaluated: No match"),
+        (
+            field("at") > datetime(2026, 1, 3, tzinfo=timezone.utc),
+            "evaluated: .*is in UTC without a time zone",
+        ),
+        (pc.match_substring_regex(field("name"), "n("), r"evaluated: Invalid regular expression: missing \)"),
+        (pc.assume_timezone(field("at"), "No/where").is_valid(), "evaluated: Cannot locate .*'No/where'"),
     ],
 )
 def test_an_expression_that_cannot_choose_rows_is_refused_at_once(kinds, expression, words):
@@ -358,6 +366,39 @@ def test_a_function_that_the_user_registered_is_refused(cache):
         )
     with pytest.raises(ValueError, match=f"calls {name}: .*give a Python function instead"):
         Loader(cache, 4, rows=call(name, [field("id")]))
+
+
+@pytest.mark.parametrize(
+    ("value", "row", "why"),
+    [
+        (field("id").cast("int8") + pa.scalar(100, pa.int8()), None, ""),
+        (field("id").cast("int8") + pa.scalar(110, pa.int8()), "1:2", "overflow"),
+        (pc.scalar(6) / (field("id") - 3), "0:3", "divide by zero"),
+        (pc.divide(pc.scalar(6), pc.coalesce(field("id"), 0) - 7), "0:7", "divide by zero"),
+        (field("name").cast("int64"), "0:0", "Failed to parse string: 'n0' as a scalar of type int64"),
+        (pc.choose(field("id"), field("id"), 1), "0:2", "choose: index 2 out of range"),
+        (pc.scalar(6) / pc.if_else(field("id") == 3, 1, field("id") - 3), None, ""),
+    ],
+)
+def test_an_expression_that_fails_for_a_row_names_argument_and_row(kinds, value, row, why):
+    for argument, expression in {"rows": value < 1000, "weights": pc.abs(value.cast("float64"))}.items():
+        with Loader(kinds, 4, **{argument: expression}) as loader:
+            if row is None:
+                assert ids_of(loader)
+                continue
+            said = f"^{argument}=.* cannot be evaluated for row {row}: {why}; replace .*if_else"
+            with pytest.raises(ValueError, match=said):
+                iter(loader)
+    assert kinds.stats().leased_bytes == 0
+
+
+def test_of_rows_for_which_an_expression_fails_the_first_is_named(cache):
+    for bad in (0, 16, 159):
+        with (
+            Loader(cache, 4, rows=pc.scalar(1) / pc.if_else(field("id") < bad, 1, 0) > 0) as loader,
+            pytest.raises(ValueError, match=f"for row {bad // 16}:{bad % 16}: divide by zero"),
+        ):
+            iter(loader)
 
 
 @pytest.fixture
@@ -505,7 +546,8 @@ def test_weights_of_a_name_that_no_row_has_are_refused_with_those_there_are(cach
 
 
 def test_without_any_annotation_weights_of_a_name_give_a_warning_until_there_is_one(cache):
-    with pytest.warns(RuntimeWarning, match="pass expect='priorty'"):
+    words = "an error of the next epoch once rows have only other annotations; pass expect='priorty'"
+    with pytest.warns(RuntimeWarning, match=words):
         loader = Loader(cache, 4, weights="priorty")
     with loader:
         assert len(ids_of(loader)) == 160
@@ -574,7 +616,10 @@ def test_an_expected_annotation_is_nan_to_a_function_and_null_to_an_expression(c
     [
         ({"expect": 3, "weights": "id"}, TypeError, "expect must be names"),
         ({"expect": [3], "weights": "id"}, TypeError, "a name of expect must be a text"),
-        ({"expect": "loss"}, ValueError, "neither rows= nor weights= asks for any"),
+        ({"expect": "loss"}, ValueError, "neither rows= nor weights= asks for it: leave it out"),
+        ({"expect": ["hard", "hrad"], "rows": "hard"}, ValueError, "asks for it: did you mean 'hard'. leave"),
+        ({"expect": "los", "rows": field("loss") > 1}, ValueError, "'los' is to come.* did you mean 'loss'"),
+        ({"expect": "prio", "weights": "id", "rows": "all"}, ValueError, "'prio' is to come.*leave it out"),
         ({"expect": "loss", "rows": "all"}, ValueError, "leave it out"),
         ({"expect": "loss", "rows": ["0:0"]}, ValueError, "leave it out"),
     ],

@@ -332,10 +332,27 @@ def test_times_and_text_that_do_not_fit_say_what_to_do(tmp_path):
         take(ParquetRows(tmp_path), 1)
 
 
-@pytest.mark.parametrize("condition", [pc.field("text") > 3, pc.field("id"), pc.field("id") + 1])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        pc.field("text") > 3, pc.field("id"), pc.field("id") + 1,
+        pc.match_substring_regex(pc.field("text"), "n("),
+    ],
+)  # fmt: skip
 def test_a_filter_that_does_not_fit_is_no_damaged_file(folder, condition):
-    with pytest.raises(SchemaError, match=r"a\.parquet: the filter .* does not fit"):
+    with pytest.raises(SchemaError, match=r"a\.parquet: the filter .* does not fit: "):
         ParquetRows(folder, filter=condition)
+
+
+def test_a_filter_that_fails_for_a_row_is_no_damaged_file(tmp_path):
+    pq.write_table(pa.table({"x": [3, 0]}), tmp_path / "a.parquet")
+    divisor = pc.field("x")
+    with pytest.raises(
+        SchemaError, match=r"a\.parquet: the filter .* some row of row group 0: divide by zero; r"
+    ):
+        take(ParquetRows(tmp_path, filter=pc.scalar(6) / divisor > 1), 1)
+    replaced = pc.if_else(divisor == 0, 1, divisor)
+    assert {int(s["x"]) for s in take(ParquetRows(tmp_path, filter=pc.scalar(6) / replaced > 1), 9)} == {0, 3}
 
 
 def test_a_damaged_file_is_an_error_that_names_it(folder):

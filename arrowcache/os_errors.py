@@ -103,7 +103,8 @@ def out_of_memory() -> str:
     limits = f"{_limit(resource.RLIMIT_AS, 'ulimit -v')}, {_limit(resource.RLIMIT_DATA, 'ulimit -d')}"
     return (
         f"this process has no memory, no addresses ({limits}) or none of its {_most_mappings()} mappings "
-        "(sysctl vm.max_map_count) left: raise the limit, or keep fewer batches, tables and snapshots alive"
+        "(sysctl vm.max_map_count) left: raise the limit, keep fewer batches, tables and snapshots alive, or "
+        "lower a loader's prefetch or workers"
     )
 
 

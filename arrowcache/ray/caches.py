@@ -14,7 +14,6 @@ from arrowcache.arguments import face
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.cache import Cache
-from arrowcache.storage.recovery import is_free
 from arrowcache.storage.sizing import settings_of
 
 NODE = "{node}"
@@ -25,8 +24,8 @@ NODE = "{node}"
 class NodeCaches:
     """The caches of a cluster: their places, and the arguments of `Cache.create` for them.
 
-    The other arguments are those of `Cache.create`. A cache that is there already is used, with its own
-    settings but the capacity.
+    The other arguments are those of `Cache.create`. A cache that is there already is opened as by
+    `exist_ok=True`: another capacity resizes it, and any other setting than its own is an error.
 
     Args:
         path: the folder on each node's own disk. `{node}` in it becomes the node's id, needed for a cluster
@@ -91,10 +90,8 @@ class NodeCaches:
 
         Raises: as `Cache.create`.
         """
-        path, sizes = self.path_on(node), (self.segment_bytes, self.segment_rows, self.headroom, self.durable)
-        if not is_free(path):
-            return Cache.create(path, self.schema, self.capacity, exist_ok=True)
-        return Cache.create(path, self.schema, self.capacity, *sizes, exist_ok=True)
+        sizes = self.capacity, self.segment_bytes, self.segment_rows, self.headroom, self.durable
+        return Cache.create(self.path_on(node), self.schema, *sizes, exist_ok=True)
 
 
 def alive_nodes() -> list[dict[str, Any]]:

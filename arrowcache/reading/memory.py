@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_BYTES, _LEAST_BYTES = 1 << 40, 1 << 28  # of addresses, not of memory
 _LEAST_LIMITED_BYTES = 1 << 20  # where addresses are limited
+_FEWER = "keep fewer or smaller batches, or lower prefetch or workers"
 
 
 def page_aligned(nbytes: int) -> NDArray[np.uint8]:
@@ -191,8 +192,9 @@ class SharedBuffers:
         if not bare:
             if self._end + size > len(self._memory):
                 raise MemoryError(
-                    f"the batches in use fill {format_bytes(len(self._memory))} of addresses: "
-                    "keep fewer of them, take smaller ones, or raise a limit on addresses (ulimit -v)"
+                    f"a batch needs {format_bytes(nbytes)} beside those that are kept or under way, and this "
+                    f"worker has {format_bytes(len(self._memory))} of addresses: raise the limit on them "
+                    f"(ulimit -v), {_FEWER}"
                 )
             bare.append(self._end)
             self._end += size
@@ -203,8 +205,7 @@ class SharedBuffers:
             self._release(offset, size)  # a failed reserve keeps what it got
             raise MemoryError(
                 f"a batch needs {format_bytes(nbytes)} of shared memory beside "
-                f"{format_bytes(self._allocated_bytes)} in use, and got none ({error.strerror}): "
-                "keep fewer or smaller batches, or lower prefetch or workers"
+                f"{format_bytes(self._allocated_bytes)} in use, and got none ({error.strerror}): {_FEWER}"
             ) from error
         self._allocated_bytes += backed
         return np.frombuffer(self._memory, np.uint8, nbytes, offset)

@@ -29,6 +29,7 @@ from arrowcache.reading.shuffle import starts_of
 from arrowcache.reading.slots import Slot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.store import Store
+from arrowcache.units import format_count
 
 _LENGTHS_AT_ONCE = 1 << 20  # rows
 
@@ -89,6 +90,7 @@ class SequenceAssembly(Assembly):
 
         Args:
             awaited: True if somebody waits for the first.
+        Raises: ValueError: all documents of a whole epoch are empty.
         """
         epoch.snapshot.temperature = self.temperature
         line = _Line(epoch, Bundles(epoch, self._packing, self.item_bytes))
@@ -104,7 +106,13 @@ class SequenceAssembly(Assembly):
             steps, size = steps + len(taken.marks), min(2 * size, self._most_batches)
         epoch.steps = steps
         if not steps:  # all documents are empty
-            epoch.deliver(epoch.order.steps)
+            documents, plan = epoch.order.steps, epoch.plan
+            if not plan.position and plan.within is None:
+                raise ValueError(
+                    f"no epoch has a batch: {format_count(documents, 'document')} in column "
+                    f"{self._packing.column!r}, all empty"
+                )
+            epoch.deliver(documents)
 
     def _sequences_left(self, epoch: Epoch) -> int | None:
         """Return the sequences of the rest of an epoch, where the number of tokens is known as it begins."""

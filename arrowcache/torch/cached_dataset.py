@@ -44,6 +44,7 @@ from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.read_through.trouble import Trouble
+from arrowcache.reading.iterator import STOPPED
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
 from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
@@ -198,6 +199,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def __len__(self) -> int:
         return self._spec.length
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all items in their order. No error of an item ends this as if there were no more."""
+        return (self[index] for index in range(len(self)))
+
     def __getattr__(self, name: str) -> NoReturn:
         """Raises: AttributeError: says where it is, if the dataset inside has it."""
         inner = None if name.startswith("_") else self._spec.dataset
@@ -239,7 +244,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             if isinstance(item, LeftOut):
                 raise item.error
         transform = self._spec.transform
-        return items if transform is None else [transform(item) for item in items]
+        try:
+            return items if transform is None else [transform(item) for item in items]
+        except StopIteration as error:
+            raise RuntimeError(STOPPED) from error
 
     def batch(
         self,
@@ -353,6 +361,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 if len(made) < len(indices) and not is_wanted():
                     raise Unwanted
             return made
+        except StopIteration as error:
+            raise RuntimeError(
+                "__getitems__ of the dataset raised StopIteration, which is no item"
+            ) from error
         finally:
             if reader is not None:
                 reader.count(len(made) - len(left_out), time.monotonic() - begun, len(left_out))

@@ -168,9 +168,18 @@ class CachedLoader(Closable):
         """Begin the next epoch. An epoch still in progress ends.
 
         Blocks: where worker processes start, or are at an item of an epoch that was left.
+        Raises: ValueError: closed; the items are fewer than one step of all ranks, and drop_last leaves them
+            out.
         """
         if self._closed:
             raise ValueError(_CLOSED)
+        if not len(self):
+            step_rows = self._batch_size * self._shard_now().world_size
+            raise ValueError(
+                f"no epoch has a batch: the dataset's {format_count(len(self._train), 'item')} are fewer "
+                f"than one step of {step_rows}, which drop_last=True leaves out: lower batch_size, or pass "
+                "drop_last=False"
+            )
         if not self._origin.is_here:
             self._begin_in_child()
         self._end_current(NEWER)
@@ -392,11 +401,6 @@ class _Repeated(Iterator[Any]):
             raise cut_short(LOADED if loader._epoch is None else NEWER)
         if self._epoch is not None and loader._closed:
             raise cut_short(CLOSED)
-        if not len(loader):  # else this would look for a batch for ever
-            raise ValueError(
-                "no epoch has a batch, as the items are fewer than a step of all ranks: lower batch_size, or "
-                "pass drop_last=False"
-            )
         self._batches = iter(loader)
         self._epoch = loader._epoch
 

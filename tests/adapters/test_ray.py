@@ -505,12 +505,28 @@ def test_caches_that_cannot_be_had_are_errors_of_the_constructor(cluster, caches
         )
     one, two = caches.node_ids()
     make_cache(caches.path_on(one), segment_rows=8)
-    with pytest.raises(ac.SchemaError, match=r"segments of 8 rows in .* and of 16 rows in"):
+    left_out = {"segment_rows": None, "segment_bytes": None}
+    with pytest.raises(ValueError, match="is there already, with segment_rows=8, and not 16: leave"):
         SamplerPool(caches, draws(), **OPTIONS)
+    with pytest.raises(ac.SchemaError, match=r"segments of 8 rows in .* and of \d+ rows in"):
+        SamplerPool(caches_on(cluster, tmp_path, **left_out), draws(), **OPTIONS)
     (tmp_path / "full" / two).mkdir(parents=True)
     (tmp_path / "full" / two / "mine.txt").touch()
     with pytest.raises(ac.CacheFormatError, match=r"mine\.txt"):
         SamplerPool(caches_on(cluster, tmp_path / "full"), draws(), **OPTIONS)
+
+
+def test_a_cache_that_is_there_has_the_settings_that_are_said_or_is_refused(tmp_path):
+    def made(**options: Any) -> ac.Cache:
+        return NodeCaches(tmp_path / "{node}", ROW, **{"capacity": "1MiB", **options}).make("one")
+
+    made(segment_rows=8, durable=True).close()
+    for options in ({"segment_rows": 16}, {"headroom": 0.5}, {"durable": False}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"is there already, with {name}=.*: leave {name} out"):
+            made(**options)
+    with made(segment_rows=8, capacity="2MiB") as cache:
+        assert cache.stats().capacity_bytes == 2 << 20
 
 
 def test_what_arrives_is_checked_before_it_is_published(caches):

@@ -693,6 +693,43 @@ def test_a_stop_iteration_of_the_dataset_is_an_error(path):
         assert str(caught.value.__cause__) == "the stream is over"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stop_iteration_of_a_function_is_an_error_of_a_dataloader_and_no_end(path, workers):
+    def stop(item):
+        if item["y"] == 3:
+            raise StopIteration("the stream is over")
+        return item
+
+    class Stops(Numbers):
+        def __getitems__(self, indices):
+            return [stop(self[index]) for index in indices]
+
+    with cached(Numbers(6), path, capacity="16MiB", transform=stop) as train:
+        for batch_size in (2, None):
+            with pytest.raises(RuntimeError, match="raised StopIteration"):
+                list(DataLoader(train, batch_size, num_workers=workers))
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            list(train)
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            train[2:5]
+    with cached(Stops(6), path.with_name("by list"), capacity="16MiB") as train:
+        with pytest.raises(RuntimeError, match="__getitems__ of the dataset raised StopIteration"):
+            list(DataLoader(train, 2, num_workers=workers))
+        with pytest.raises(RuntimeError, match="__getitems__ of the dataset raised StopIteration"):
+            train.fill(workers=workers)
+
+
+def test_an_index_error_of_an_item_is_no_end_of_a_dataset(path):
+    def look_up(item):
+        return [0, 1, 2][int(item["y"])]
+
+    with cached(Numbers(6), path, capacity="16MiB", transform=look_up) as train:
+        found = []
+        with pytest.raises(IndexError, match="list index out of range"):
+            found.extend(train)
+        assert found == [0, 1, 2]
+
+
 def test_an_os_error_of_an_item_is_the_datasets_and_stops_no_storing(path):
     """Image.open is lazy: the error comes as the item is stored."""
     Image = pytest.importorskip("PIL.Image")

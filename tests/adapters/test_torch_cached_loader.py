@@ -404,11 +404,20 @@ def test_a_close_by_another_thread_within_a_batch_is_told_to_the_consumer(path, 
         closing.join()
 
 
-def test_repeat_of_epochs_without_a_batch_is_an_error(train):
-    """It looked for one for ever."""
-    batches = Loader(train, LENGTH + 1, drop_last=True).repeat()
-    with pytest.raises(ValueError, match="no epoch has a batch, as the items are fewer than a step"):
-        next(batches)
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "step"),
+    [(LENGTH + 1, {}, LENGTH + 1), (LENGTH // 2 + 1, {"rank": 1, "world_size": 2}, 2 * (LENGTH // 2 + 1))],
+)
+def test_an_epoch_without_a_batch_is_an_error(train, batch_size, ranks, step):
+    says = f"no epoch has a batch: the dataset's {LENGTH} items are fewer than one step of {step}"
+    with Loader(train, batch_size, drop_last=True, **ranks) as loader:
+        assert len(loader) == 0
+        with pytest.raises(ValueError, match=says):
+            iter(loader)
+        with pytest.raises(ValueError, match=says):  # it looked for one for ever
+            next(loader.repeat())
+    with Loader(train, batch_size, **ranks) as loader:
+        assert len(list(loader)) == len(loader) == 1
 
 
 def signal_all(processes, number):

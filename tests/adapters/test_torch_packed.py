@@ -302,17 +302,20 @@ def test_epochs_follow_one_another_without_end(cache):
         assert same([next(batches) for _ in expected], expected)
 
 
-def test_documents_without_tokens_make_no_batch(tmp_path):
-    with make_cache(tmp_path / "cache", SCHEMA) as cache:
+@pytest.mark.parametrize("split", [True, False])
+def test_an_epoch_of_empty_documents_is_an_error(tmp_path, split):
+    says = "no epoch has a batch: 5 documents in column 'tokens', all empty"
+    with make_cache(tmp_path / "cache", SCHEMA) as cache, packed_of(cache, split=split) as loader:
         with cache.writer() as writer:
             for number in range(5):
                 writer.append(tokens=np.zeros(0, np.int32), id=number)
-        for split in (True, False):
-            with packed_of(cache, split=split) as loader:
-                assert [*loader] == []
-                assert loader.steps == 0
-                assert loader.state_dict()["epoch"] == 1
-                assert [*loader] == []
+        with pytest.raises(ValueError, match=says):
+            list(loader)
+        with pytest.raises(ValueError, match=says):  # it looked for a batch for ever
+            next(loader.repeat())
+        with cache.writer() as writer:
+            writer.append(tokens=np.ones(3, np.int32), id=5)
+        assert len(list(loader)) == 1
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int64", "bool", "bfloat16", "float32", "complex64"])

@@ -56,9 +56,12 @@ class Face(NamedTuple):
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
     def called(self, given: dict[str, Any]) -> Any:
-        """Make it; a method has its object first."""
-        named = {name: value for name, value in given.items() if name != "self"}
-        return self.imported()(*([given["self"]] if "self" in given else []), **named)
+        """Make it; a method has its object first, and then what it takes by position alone."""
+        made, named = self.imported(), dict(given)
+        parameters = inspect.signature(made).parameters.values()
+        alone = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+        first = [named.pop(name) for name in dict.fromkeys(("self", *alone)) if name in given]
+        return made(*first, **named)
 
     def seen(self, held: ac.Cache, see: Callable[[Any], Any] | None = None, **options: Any) -> Any:
         """What is seen with some arguments; of an error its class and text."""
@@ -976,7 +979,8 @@ def notes(cache: ac.Cache) -> Any:
     """What is noted of rows."""
     from arrowcache.explore import to_pandas
 
-    frame = to_pandas(cache, ["_seq", "_row", "_excluded", "_reason", "_tags"])
+    values = [name for name in to_pandas(cache) if name[0] != "_" and name not in SCHEMA]
+    frame = to_pandas(cache, ["_seq", "_row", "_excluded", "_reason", "_tags", *values])
     return frame.astype(str).to_dict("list")
 
 
@@ -1193,6 +1197,12 @@ PLAIN: dict[str, tuple[Face, dict[str, Proof]]] = {
             "arrowcache:Cache.untag", lambda c: {"self": c, "ids": (0, 1), "tag": "easy"}, needs=("pandas",)
         ),
         {"ids": proves_note({}, {"ids": (0, 3)}), "tag": proves_note({}, {"tag": "hard"})},
+    ),
+    "Cache.annotate": (
+        Face(
+            "arrowcache:Cache.annotate", lambda c: {"self": c, "ids": (0, 0), "loss": 0.5}, needs=("pandas",)
+        ),
+        {"ids": proves_note({}, {"ids": (0, 2)})},
     ),
     "Snapshot.gather": (
         Face("arrowcache:Snapshot.gather", of_gather, lambda found: arrays([found])),

@@ -101,6 +101,16 @@ def test_worker_processes_inherit_the_limit(path, workers, more):
     in_limited_child(body, more)
 
 
+def test_a_batch_that_a_worker_has_no_addresses_for_says_to_have_fewer_under_way(path):
+    def body() -> None:
+        options = {"workers": 2, "transform": lambda batch: batch, "columns": ["x"]}
+        says = r"beside those that are kept or under way.*\(ulimit -v\).* or lower prefetch or workers"
+        with ac.Loader(path, 256, **options) as loader, pytest.raises(MemoryError, match=says):
+            next(iter(loader))
+
+    in_limited_child(body, 128 * MIB)
+
+
 def test_several_caches_share_what_there_is(path, tmp_path):
     schema = {"x": ac.Tensor("float32", (WIDTH,))}
     with (
@@ -195,7 +205,7 @@ def test_a_batch_that_gets_no_memory_names_the_limit(path):
         with (
             ac.Loader(path, len(ALL), columns=["x"]) as loader,
             limited(32 * MIB),
-            pytest.raises(MemoryError, match=r"for a batch: .*ulimit -v is \d+ kB.*raise the limit"),
+            pytest.raises(MemoryError, match=r"for a batch: .*ulimit -v is \d+ kB.*raise the limit.* lower"),
         ):
             next(iter(loader))
 

@@ -437,6 +437,19 @@ class Contract(WholeEpochs):
         with face.make(cache, 8, rows=field("los").is_null(), expect="los") as reader:
             assert sorted(ids_of(reader)) == IDS
 
+    def test_an_expression_that_fails_for_a_row_names_argument_and_row(self, face, cache):
+        divisor, words = (
+            pc.field("id") - 40,
+            "rows=.* cannot be evaluated for row 2:8: divide by zero; replace",
+        )
+        with (
+            face.make(cache, 8, rows=pc.scalar(6) / divisor < 9) as reader,
+            pytest.raises(face.error or ValueError, match=words),
+        ):
+            ids_of(reader)
+        with face.make(cache, 8, rows=pc.scalar(6) / pc.if_else(divisor == 0, 1, divisor) < 9) as reader:
+            assert len(ids_of(reader)) == 160
+
     def test_a_state_keeps_the_rows_with_which_its_epoch_began(self, face, cache):
         face.needs("state")
         with face.make(cache, 8, rows=lambda columns: columns["id"] >= 40) as reader:

@@ -16,6 +16,7 @@ import pathlib
 import pickle
 import random
 import re
+import struct
 import threading
 import types
 import weakref
@@ -103,7 +104,7 @@ def same_image(one, other):
 def tags(image):
     exif = image.getexif()
     inner = [each for each in (0x8769, 0x8825) if isinstance(exif.get(each), int)]
-    return dict(exif), [dict(exif.get_ifd(each)) for each in inner]
+    return dict(exif), [dict(exif.get_ifd(each)) for each in (*inner, -1)]
 
 
 class Words(UserDict):
@@ -359,6 +360,35 @@ def changed(pillow, number):
     return image
 
 
+def apart(pillow, number):
+    image = photograph(pillow, turned=number + 1)
+    image.getexif()
+    del image.info["exif"]
+    return image
+
+
+def without_place(pillow, number):
+    image = photograph(pillow, turned=number + 1)
+    image.getexif().get_ifd(0x8825).clear()
+    return image
+
+
+def with_thumbnail(pillow, number):
+    tags = [struct.pack("<HHHII", 1, tag, 3, 1, value) for tag, value in ((274, 6), (259, number + 1))]
+    exif = b"Exif\0\0II*\0" + struct.pack("<I", 8) + tags[0] + struct.pack("<I", 26) + tags[1] + bytes(4)
+    image = pillow.new("RGB", (2, 2))
+    image.info["exif"] = exif
+    image.getexif()[274] = 3
+    assert image.getexif().get_ifd(-1)  # ExifTags.IFD.IFD1
+    return image
+
+
+def own_group(pillow, number):
+    image = photograph(pillow, turned=number + 1)
+    image.getexif()[0x8825] = {1: "S"}
+    return image
+
+
 def texts(pillow, number):
     from PIL.PngImagePlugin import PngInfo
 
@@ -374,6 +404,10 @@ IMAGES = {
     "a copy of one": lambda pillow, n: photograph(pillow, number=n).copy(),
     "one that was turned": lambda pillow, n: photograph(pillow, turned=n + 1).convert("L"),
     "EXIF that was changed": changed,
+    "EXIF that info has no more": apart,
+    "EXIF whose place was removed": without_place,
+    "EXIF with a thumbnail": with_thumbnail,
+    "a group of one's own": own_group,
     "EXIF of one's own": lambda pillow, n: own_exif(pillow, n),
     "a TIFF": lambda pillow, n: photograph(pillow, "TIFF", number=n, dpi=(3, 4)),
     "a WebP": lambda pillow, n: photograph(pillow, "WEBP", number=n),

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from arrowcache.arguments import face, instead
-from arrowcache.arrow.items import getter_of_items, item_of
+from arrowcache.arrow.items import getter_of_items, item_of, overrides_getitem_alone
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
@@ -226,7 +226,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         Blocks, raises: as `__getitem__`.
         """
-        if getter_of_items(self) is None:  # of a class that overrides `__getitem__`
+        if overrides_getitem_alone(type(self)):
             return [self[index] for index in indices]
         return self._items_at(indices)
 
@@ -623,7 +623,7 @@ def cached(
     An item is made once, by the dataset inside, and stored; from then on it is read. So what is random in an
     item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first
     item is made here: it shows the columns. Of a dataset with `__getitems__` the first two are asked of that,
-    too.
+    too, and compared.
 
     An item comes back as it was made, or is refused with what to give in its place. So a subclass of what is
     named below is refused, unless named itself. What is not quite as it was:
@@ -693,8 +693,9 @@ def cached(
     spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips, has_many)
     if has_many and not _gives_the_same(spec, index, item, random_states):
         warn(
-            f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as at {index}: "
-            "items are made one by one, by index; mend __getitems__, or set it to None"
+            f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as for "
+            f"{[(index + 1) % length, index]}: items are made one by one, by index; mend "
+            "__getitems__, or set it to None"
         )
         spec = dataclasses.replace(spec, asks_for_many=False)
     train = CachedDataset(spec)
@@ -716,7 +717,7 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any, ...]) -> bool:
     """True if `__getitems__` gives what dataset[index] gives, as far as two items tell: also in order.
 
-    Each time it is asked with the same random states. Of a dataset with other randomness nothing is known.
+    Each time both are asked with the same random states. Of a dataset with other randomness nothing is known.
 
     Args:
         index: of the first item that could be made, which is `item`, and was made with `random_states`.
@@ -741,7 +742,8 @@ def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any
     try:
         for indices in ([(index + 1) % spec.length, index], [index]):
             found = tried(many, indices)
-            if found is not None and len(found) == len(indices) and form.is_same_item(item, found[-1]):
+            before = tried(one_by_one, indices[:-1])
+            if before is not None and are_same([*before, item], found):
                 return True
             wanted = tried(one_by_one, indices)
             if wanted is not None:

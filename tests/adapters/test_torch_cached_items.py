@@ -1329,6 +1329,36 @@ class Holding:
         return self.inner.__getitems__(indices)
 
 
+class Joined:
+    """Has other datasets, all of a length, in a list or the like."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def part_of(self, index):
+        parts = [*(self.parts.values() if isinstance(self.parts, dict) else self.parts)]
+        return parts[index // len(parts[0])], index % len(parts[0])
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        part, place = self.part_of(index)
+        return part[place]
+
+    def __getitems__(self, indices):
+        return [part.__getitems__([place])[0] for part, place in map(self.part_of, indices)]
+
+
+class JoinedInSlots(Joined):
+    __slots__ = ("__other", "one")
+
+    def __init__(self, one, other):
+        self.one, self.__other = one, other
+
+    parts = property(lambda self: [self.one, self.__other])
+
+
 class Propertied(Forwarding):
     __getitems__ = property(lambda self: self.inner.__getitems__)
 
@@ -1342,6 +1372,10 @@ class Assigned(Forwarding):
 DATASETS = {
     "one that holds one": lambda: Holding(Overridden(1, 2, 3)),
     "one that holds one that holds one": lambda: Holding(Holding(Overridden(1, 2, 3), "base"), "_source"),
+    "a list of some": lambda: Joined([Many(1, 2, 3), Overridden(4, 5, 6)]),
+    "a tuple of some": lambda: Joined((Many(1, 2, 3), Overridden(4, 5, 6))),
+    "a dict of some": lambda: Joined({"a": Many(1, 2, 3), "b": Overridden(4, 5, 6)}),
+    "slots": lambda: JoinedInSlots(Many(1, 2, 3), Overridden(4, 5, 6)),
     "a property": lambda: Propertied(Many(1, 2, 3)),
     "an attribute": lambda: Assigned(Many(1, 2, 3)),
     "a stack": lambda: Scaled(x=[1.0, 2.0, 3.0]),
@@ -1382,6 +1416,7 @@ def failing(dataset, indices):
 
 TOLD = {
     "other values": lambda dataset, indices: [dataset[index] + 1 for index in indices],
+    "another second one": lambda dataset, indices: [dataset[index] + (index == 1) for index in indices],
     "another class": lambda dataset, indices: [float(dataset[index]) for index in indices],
     "in the order of the disk": lambda dataset, indices: [dataset[index] for index in sorted(indices)],
     "too few": lambda dataset, indices: [dataset[index] for index in indices[:-1]],

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +50,13 @@ from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.codecs import ExactForm
 from arrowcache.torch.collation import batch_of, collated, columns_of
+from arrowcache.torch.randomness import (
+    RandomStates,
+    drawing_apart,
+    random_states,
+    seeds_of_workers,
+    set_random_states,
+)
 from arrowcache.torch.transport import shared_numbers
 from arrowcache.units import (
     format_bytes,
@@ -340,18 +346,19 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             if not is_wanted():
                 raise Unwanted
             items: Iterable[Any]
-            if self._spec.skips:
-                items = _made_or_left_out(inner, many, indices)
-            else:
-                items = many(indices) if many else (item_of(inner, index) for index in indices)
-            for index, item in zip(indices, items, strict=True):
-                if isinstance(item, LeftOut):
-                    left_out.append(index)
-                    made.append(item)
+            with drawing_apart():
+                if self._spec.skips:
+                    items = _made_or_left_out(inner, many, indices)
                 else:
-                    made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
-                if len(made) < len(indices) and not is_wanted():
-                    raise Unwanted
+                    items = many(indices) if many else (item_of(inner, index) for index in indices)
+                for index, item in zip(indices, items, strict=True):
+                    if isinstance(item, LeftOut):
+                        left_out.append(index)
+                        made.append(item)
+                    else:
+                        made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
+                    if len(made) < len(indices) and not is_wanted():
+                        raise Unwanted
             return made
         finally:
             if reader is not None:
@@ -577,19 +584,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         return Card("CachedDataset", str(self._spec.path), parts)
 
 
-def seeds_of_workers(*whose: int) -> torch.Generator:
-    """Return the generator that a DataLoader draws the seeds of its workers from.
-
-    It depends on the number last given to `torch.manual_seed`, and draws nothing from torch's own generator,
-    which is the user's: a seeded script has the same random numbers whether items are stored or made.
-
-    Args:
-        whose: tells these workers from others of this process, and of other ranks.
-    """
-    seed = np.random.SeedSequence([torch.initial_seed(), *whose]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(seed[0]) >> 1)
-
-
 class _Filling(Dataset[bool]):
     """The items that are missing, each made and published, as whether it was stored."""
 
@@ -676,10 +670,11 @@ def cached(
     require_share(replace, "replace")
     if on_error not in _POLICIES:
         raise ValueError(f"on_error={on_error!r} is unknown: use one of {_POLICIES}")
-    random_states = _random_states()
-    index, item = (
-        (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
-    )
+    with drawing_apart():
+        states = random_states()
+        index, item = (
+            (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
+        )
     try:
         form = ExactForm(item, schema, columns)
         items = CachedItems(length, version, form.classes)
@@ -691,7 +686,7 @@ def cached(
     folder, skips = Path(path).absolute(), on_error == "skip"
     has_many = getter_of_items(dataset) is not None  # asked once: it looks through all that the dataset holds
     spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips, has_many)
-    if has_many and not _gives_the_same(spec, index, item, random_states):
+    if has_many and not _gives_the_same(spec, index, item, states):
         warn(
             f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as for "
             f"{[(index + 1) % length, index]}: items are made one by one, by index; mend "
@@ -703,30 +698,19 @@ def cached(
     return train
 
 
-def _random_states() -> tuple[Any, ...]:
-    """Return the states of the generators that a dataset draws from if it has none of its own."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # a user's
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002
-
-
-def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any, ...]) -> bool:
+def _gives_the_same(spec: _Spec, index: int, item: Any, states: RandomStates) -> bool:
     """True if `__getitems__` gives what dataset[index] gives, as far as two items tell: also in order.
 
     Each time both are asked with the same random states. Of a dataset with other randomness nothing is known.
 
     Args:
-        index: of the first item that could be made, which is `item`, and was made with `random_states`.
+        index: of the first item that could be made, which is `item`, and was made with these `states`.
     """
     inner, many, form = spec.dataset, spec.many, spec.form
     assert many is not None
 
     def tried(make: Callable[[list[int]], Any], indices: list[int]) -> list[Any] | None:
-        _set_random_states(random_states)
+        set_random_states(states)
         try:
             return [*make(indices)]
         except Exception:  # noqa: BLE001  # such as of an item that cannot be made
@@ -738,8 +722,7 @@ def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any
     def are_same(some: list[Any], others: list[Any] | None) -> bool:
         return others is not None and len(some) == len(others) and all(map(form.is_same_item, some, others))
 
-    afterwards = _random_states()
-    try:
+    with drawing_apart():
         for indices in ([(index + 1) % spec.length, index], [index]):
             found = tried(many, indices)
             before = tried(one_by_one, indices[:-1])
@@ -749,8 +732,6 @@ def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any
             if wanted is not None:
                 return are_same(wanted, found) or not are_same(wanted, tried(one_by_one, indices))
         return True
-    finally:
-        _set_random_states(afterwards)
 
 
 def _made_or_left_out(

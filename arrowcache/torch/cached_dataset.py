@@ -633,8 +633,8 @@ def cached(
       it, the picture shown is stored;
     - classes, and the default_factory of a defaultdict, are those of this process' first item. A factory with
       a state of its own is refused;
-    - a batch has ints as int64, as default_collate does; those of a column of uint64, as of a first item of
-      2**63 or more, as uint64.
+    - a batch lies in memory in C's order, and has ints as int64, as default_collate does; those of a column
+      of uint64, as of a first item of 2**63 or more, as uint64.
 
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,

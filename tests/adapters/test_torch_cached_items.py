@@ -35,6 +35,7 @@ from arrowcache.arrow.convert import fixed_rows
 from arrowcache.sampling.sources import Items as Source
 from arrowcache.torch import CachedDataset, Loader, cached
 from arrowcache.torch.codecs import ExactForm
+from arrowcache.torch.collation import columns_of
 
 
 def returned(items, path, **options):
@@ -658,9 +659,43 @@ def test_what_is_refused_names_the_value_and_a_way_out_that_works(kind):
     fits(given() if callable(given) else given)
 
 
+OF_TORCH = sorted({str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)})
+OF_NUMPY = [*np.typecodes["All"], "V3", "V0", ">M8[s]", ">f8", "M8[7D]", "U3"]
+
+
+def of_dtype(dtype):
+    own = getattr(torch, dtype.removeprefix("torch."))
+    if torch.empty(0, dtype=own).is_quantized:
+        return torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, own)
+    return torch.zeros(16, dtype=torch.uint8).view(own)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(functools.partial(of_dtype, dtype), id=dtype) for dtype in OF_TORCH),
+        *(pytest.param(functools.partial(np.zeros, 2, dtype), id=f"array {dtype}") for dtype in OF_NUMPY),
+        *(pytest.param(lambda of=of: np.zeros(2, of)[0], id=f"scalar {of}") for of in OF_NUMPY),
+        pytest.param(lambda: np.zeros(2, []), id="of no fields"),
+        pytest.param(lambda: np.datetime64("NaT"), id="NaT"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_value_of_any_dtype_fits_or_is_refused_with_a_way_out_that_works(make):
+    value = make()
+    try:
+        fits(value)
+    except ac.SchemaError as error:
+        advice = str(error).rsplit("give ", 1)[1]
+        fits(eval(advice, {"value": value, "tensor": value, "torch": torch}))
+
+
 def fits(item):
     form = ExactForm(item)
     form.require(form.row(item))
+    again = form.items(columns_of(form, [item], np.zeros(1, np.int64)))[0]
+    form.require_return(item, again)
 
 
 def test_a_moment_of_pandas_is_written_in_whole_or_not_at_all():

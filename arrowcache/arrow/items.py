@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MemberDescriptorType
 from typing import Any, NamedTuple, TypeAlias
 
 from arrowcache.arrow.convert import as_array, infer_type, require_value, variable_row
@@ -349,28 +350,47 @@ def getter_of_items(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
     Returns: None: it has none; its class, or that of a dataset that it holds, overrides `__getitem__` alone,
         or passes on that of another object.
     """
-    return _getter_of_items(dataset, ())
+    return _getter_of_items(dataset, {})
 
 
-def _getter_of_items(dataset: Any, within: tuple[object, ...]) -> Callable[[list[int]], list[Any]] | None:
+def _getter_of_items(dataset: Any, seen: dict[int, Any]) -> Callable[[list[int]], list[Any]] | None:
     many = getattr(dataset, "__getitems__", None)
     if not callable(many) or getattr(many, "__self__", dataset) is not dataset:
         return None
-    own = getattr(dataset, "__dict__", {})
-    if "__getitems__" not in own:
-        for each in type(dataset).__mro__:
-            if "__getitems__" in vars(each):
-                break
-            if "__getitem__" in vars(each):
-                return None
-    held = getattr(dataset, "datasets", None)
-    inside = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else []
-    within = (*within, dataset)
-    for inner in [getattr(dataset, "dataset", None), *own.values(), *inside]:
-        is_known = any(inner is outer for outer in within)
-        if not is_known and _has_getitems(inner) and _getter_of_items(inner, within) is None:
+    if "__getitems__" not in getattr(dataset, "__dict__", {}) and overrides_getitem_alone(type(dataset)):
+        return None
+    seen[id(dataset)] = dataset
+    for inner in _held_by(dataset):
+        if id(inner) not in seen and _has_getitems(inner) and _getter_of_items(inner, seen) is None:
             return None
     return many  # type: ignore[no-any-return]
+
+
+def overrides_getitem_alone(kind: type) -> bool:
+    """True if a class has the `__getitem__` of a class that is derived from that of its `__getitems__`."""
+    for each in kind.__mro__:
+        if "__getitems__" in vars(each):
+            return False
+        if "__getitem__" in vars(each):
+            return True
+    return False
+
+
+def _held_by(dataset: Any) -> Iterator[Any]:
+    """Yield what a dataset has in its attributes and slots, and in the lists, tuples and dicts there."""
+    others = ["dataset", "datasets", *_slots_of(type(dataset))]  # the first two may be properties
+    own = getattr(dataset, "__dict__", {}).values()
+    for value in [*own, *(getattr(dataset, name, None) for name in others)]:
+        yield value
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        yield from (name for name, value in vars(each).items() if isinstance(value, MemberDescriptorType))
 
 
 def _has_getitems(value: Any) -> bool:

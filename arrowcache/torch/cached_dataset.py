@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from arrowcache.arguments import face, instead
-from arrowcache.arrow.items import getter_of_items, item_of
+from arrowcache.arrow.items import getter_of_items, item_of, overrides_getitem_alone
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
@@ -52,6 +51,13 @@ from arrowcache.storage.sizing import require_share, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.codecs import ExactForm
 from arrowcache.torch.collation import batch_of, collated, columns_of
+from arrowcache.torch.randomness import (
+    RandomStates,
+    drawing_apart,
+    random_states,
+    seeds_of_workers,
+    set_random_states,
+)
 from arrowcache.torch.transport import shared_numbers
 from arrowcache.units import (
     format_bytes,
@@ -231,7 +237,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         Blocks, raises: as `__getitem__`.
         """
-        if getter_of_items(self) is None:  # of a class that overrides `__getitem__`
+        if overrides_getitem_alone(type(self)):
             return [self[index] for index in indices]
         return self._items_at(indices)
 
@@ -348,18 +354,19 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             if not is_wanted():
                 raise Unwanted
             items: Iterable[Any]
-            if self._spec.skips:
-                items = _made_or_left_out(inner, many, indices)
-            else:
-                items = many(indices) if many else (item_of(inner, index) for index in indices)
-            for index, item in zip(indices, items, strict=True):
-                if isinstance(item, LeftOut):
-                    left_out.append(index)
-                    made.append(item)
+            with drawing_apart():
+                if self._spec.skips:
+                    items = _made_or_left_out(inner, many, indices)
                 else:
-                    made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
-                if len(made) < len(indices) and not is_wanted():
-                    raise Unwanted
+                    items = many(indices) if many else (item_of(inner, index) for index in indices)
+                for index, item in zip(indices, items, strict=True):
+                    if isinstance(item, LeftOut):
+                        left_out.append(index)
+                        made.append(item)
+                    else:
+                        made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
+                    if len(made) < len(indices) and not is_wanted():
+                        raise Unwanted
             return made
         except StopIteration as error:
             raise RuntimeError(
@@ -589,19 +596,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         return Card("CachedDataset", str(self._spec.path), parts)
 
 
-def seeds_of_workers(*whose: int) -> torch.Generator:
-    """Return the generator that a DataLoader draws the seeds of its workers from.
-
-    It depends on the number last given to `torch.manual_seed`, and draws nothing from torch's own generator,
-    which is the user's: a seeded script has the same random numbers whether items are stored or made.
-
-    Args:
-        whose: tells these workers from others of this process, and of other ranks.
-    """
-    seed = np.random.SeedSequence([torch.initial_seed(), *whose]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(seed[0]) >> 1)
-
-
 class _Filling(Dataset[bool]):
     """The items that are missing, each made and published, as whether it was stored."""
 
@@ -635,7 +629,7 @@ def cached(
     An item is made once, by the dataset inside, and stored; from then on it is read. So what is random in an
     item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first
     item is made here: it shows the columns. Of a dataset with `__getitems__` the first two are asked of that,
-    too.
+    too, and compared.
 
     An item comes back as it was made, or is refused with what to give in its place. So a subclass of what is
     named below is refused, unless named itself. What is not quite as it was:
@@ -651,8 +645,8 @@ def cached(
       it, the picture shown is stored;
     - classes, and the default_factory of a defaultdict, are those of this process' first item. A factory with
       a state of its own is refused;
-    - a batch has ints as int64, as default_collate does; those of a column of uint64, as of a first item of
-      2**63 or more, as uint64.
+    - a batch lies in memory in C's order, and has ints as int64, as default_collate does; those of a column
+      of uint64, as of a first item of 2**63 or more, as uint64.
 
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
@@ -688,10 +682,11 @@ def cached(
     require_share(replace, "replace")
     if on_error not in _POLICIES:
         raise ValueError(f"on_error={on_error!r} is unknown: use one of {_POLICIES}")
-    random_states = _random_states()
-    index, item = (
-        (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
-    )
+    with drawing_apart():
+        states = random_states()
+        index, item = (
+            (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
+        )
     try:
         form = ExactForm(item, schema, columns)
         items = CachedItems(length, version, form.classes)
@@ -703,10 +698,11 @@ def cached(
     folder, skips = Path(path).absolute(), on_error == "skip"
     has_many = getter_of_items(dataset) is not None  # asked once: it looks through all that the dataset holds
     spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips, has_many)
-    if has_many and not _gives_the_same(spec, index, item, random_states):
+    if has_many and not _gives_the_same(spec, index, item, states):
         warn(
-            f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as at {index}: "
-            "items are made one by one, by index; mend __getitems__, or set it to None"
+            f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as for "
+            f"{[(index + 1) % length, index]}: items are made one by one, by index; mend "
+            "__getitems__, or set it to None"
         )
         spec = dataclasses.replace(spec, asks_for_many=False)
     train = CachedDataset(spec)
@@ -714,30 +710,19 @@ def cached(
     return train
 
 
-def _random_states() -> tuple[Any, ...]:
-    """Return the states of the generators that a dataset draws from if it has none of its own."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # a user's
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002
-
-
-def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any, ...]) -> bool:
+def _gives_the_same(spec: _Spec, index: int, item: Any, states: RandomStates) -> bool:
     """True if `__getitems__` gives what dataset[index] gives, as far as two items tell: also in order.
 
-    Each time it is asked with the same random states. Of a dataset with other randomness nothing is known.
+    Each time both are asked with the same random states. Of a dataset with other randomness nothing is known.
 
     Args:
-        index: of the first item that could be made, which is `item`, and was made with `random_states`.
+        index: of the first item that could be made, which is `item`, and was made with these `states`.
     """
     inner, many, form = spec.dataset, spec.many, spec.form
     assert many is not None
 
     def tried(make: Callable[[list[int]], Any], indices: list[int]) -> list[Any] | None:
-        _set_random_states(random_states)
+        set_random_states(states)
         try:
             return [*make(indices)]
         except Exception:  # noqa: BLE001  # such as of an item that cannot be made
@@ -749,18 +734,16 @@ def _gives_the_same(spec: _Spec, index: int, item: Any, random_states: tuple[Any
     def are_same(some: list[Any], others: list[Any] | None) -> bool:
         return others is not None and len(some) == len(others) and all(map(form.is_same_item, some, others))
 
-    afterwards = _random_states()
-    try:
+    with drawing_apart():
         for indices in ([(index + 1) % spec.length, index], [index]):
             found = tried(many, indices)
-            if found is not None and len(found) == len(indices) and form.is_same_item(item, found[-1]):
+            before = tried(one_by_one, indices[:-1])
+            if before is not None and are_same([*before, item], found):
                 return True
             wanted = tried(one_by_one, indices)
             if wanted is not None:
                 return are_same(wanted, found) or not are_same(wanted, tried(one_by_one, indices))
         return True
-    finally:
-        _set_random_states(afterwards)
 
 
 def _made_or_left_out(

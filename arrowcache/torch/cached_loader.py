@@ -28,12 +28,13 @@ from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import LoaderStats, Meter
 from arrowcache.storage.counters import CounterPage
-from arrowcache.torch.cached_dataset import CachedDataset, seeds_of_workers
+from arrowcache.torch.cached_dataset import CachedDataset
 from arrowcache.torch.cached_epoch import CachedEpoch
 from arrowcache.torch.collation import collated
 from arrowcache.torch.delivery import Delivery
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.makers import Makers
+from arrowcache.torch.randomness import seeds_of_workers
 from arrowcache.units import MOST_COUNTED, format_count, parse_count, require_function
 
 _LOADERS = 1  # seeds of the workers of loaders begin with it

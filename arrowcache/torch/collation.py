@@ -161,7 +161,8 @@ def _value(name: str, kind: FieldType, value: Any) -> Any:
 
 def _column(kind: FieldType, values: list[Any]) -> ColumnData:
     if isinstance(kind, FixedType):
-        return np.concatenate(values, dtype=kind.numpy_dtype)  # as it is stored
+        out = np.empty((len(values), *kind.shape), kind.numpy_dtype)  # as it is stored: in C's order
+        return np.concatenate(values, out=out)
     if not isinstance(kind, Ragged):
         return values
     data = np.frombuffer(bytearray(b"".join(values)), kind.numpy_dtype).reshape(-1, *kind.inner_shape)

@@ -79,11 +79,10 @@ class ImageCodec:
             made.info.update({_decoded(key): _decoded(value) for key, value in info})
             if exif is not None:
                 new = made.getexif()
-                new.clear()
+                new.load(image.Exif().tobytes())  # so that it reads no groups from info
                 new.endian, tags, groups = _decoded(exif)
                 new.update(tags)
-                for each, own in groups:
-                    new.get_ifd(each).update(own)
+                new._ifds.update(groups)  # get_ifd of older ones gives a copy
         return made
 
 
@@ -174,9 +173,20 @@ def _contents_of(exif: Any) -> list[Any]:
     """Return the byte order of EXIF, its tags, and those of each group in it."""
     from PIL.ExifTags import IFD
 
-    inner = {*getattr(exif, "_ifds", ()), *(int(each) for each in IFD if type(exif.get(each)) is int)}
-    groups = [[int(each), _tags(exif.get_ifd(each))] for each in sorted(inner)]
-    return [exif.endian, _tags(exif), groups]
+    groups = {each: _group(exif, each) for each in IFD if type(exif.get(each)) is int}
+    groups |= {each: _group(exif, each) for each in (*exif._ifds, *getattr(exif, "_hidden_data", ()))}
+    if IFD.Interop in groups.get(IFD.Exif, ()):
+        groups[IFD.Interop] = _group(exif, IFD.Interop)
+    groups[IFD.IFD1] = _group(exif, IFD.IFD1)
+    return [exif.endian, _tags(exif), [[int(each), _tags(groups[each])] for each in sorted(groups)]]
+
+
+def _group(exif: Any, group: int) -> Any:
+    """Return the tags of a group of EXIF."""
+    try:
+        return exif.get_ifd(group)
+    except Exception:  # noqa: BLE001  # nobody can read it: neither can who gets the copy
+        return {}
 
 
 def _tags(tags: Any) -> dict[int, Any]:

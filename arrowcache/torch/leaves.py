@@ -60,9 +60,7 @@ def leaf_of(name: str, value: Any) -> Leaf:
 
 def _tensor(name: str, tensor: torch.Tensor) -> Leaf:
     leaf = Leaf(name, torch.Tensor, "", tensor.dtype)
-    what, instead = _more_of_tensor(tensor) or ("", "")
-    if not what and not _name_of(tensor.dtype):
-        instead = "tensor.to(torch.complex64)" if tensor.is_complex() else "tensor.float()"
+    what, instead = _more_of_tensor(tensor) or ("", _instead_of_torch(tensor.dtype))
     if instead:
         raise refusal(repr(name), f"{leaf} {what}".rstrip(), instead)
     if 0 in tensor.shape:
@@ -77,6 +75,8 @@ def _array(name: str, array: Any) -> Leaf:
         instead = "value.astype(value.dtype.str)"
     elif leaf.type is np.ndarray and array.dtype.kind == "M":
         instead = "value.astype('datetime64[us]').astype('int64')"
+    elif array.dtype.kind == "M" and np.datetime_data(array.dtype)[0] == "generic":  # such as a NaT
+        instead = "value.astype('datetime64[us]')"
     else:
         instead = _instead_of_dtype(array.dtype)
     if instead:
@@ -137,6 +137,20 @@ def _more_of_tensor(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 @functools.cache
+def _instead_of_torch(dtype: torch.dtype) -> str:
+    """Return what to give in place of a tensor of a dtype. Empty: columns may hold it."""
+    if _name_of(dtype):
+        return ""
+    if dtype.is_complex:
+        return "tensor.to(torch.complex64)"
+    try:
+        torch.empty(1, dtype=dtype).float()
+    except RuntimeError:  # it has no numbers, such as bits8
+        return f"tensor.view(torch.{'uint8' if dtype.itemsize == 1 else 'int16'})"
+    return "tensor.float()"
+
+
+@functools.cache
 def _instead_of_dtype(dtype: np.dtype[Any]) -> str:
     """Return what to give in place of an array of a dtype. Empty: columns may hold it."""
     if dtype.names:
@@ -147,7 +161,7 @@ def _instead_of_dtype(dtype: np.dtype[Any]) -> str:
         return "value.tolist()"
     if dtype.kind == "M" or _name_of(dtype):
         return ""
-    if dtype.kind == "V" and not hasattr(dtype.type, "__float__"):
+    if issubclass(dtype.type, np.void):
         return "value.tobytes()"
     return f"value.astype('{'complex128' if dtype.kind == 'c' else 'float64'}')"
 

@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import textwrap
+import threading
 import time
 import warnings
 from collections import Counter
@@ -892,10 +893,22 @@ def states() -> tuple[bytes, bytes, object]:
     return torch.get_rng_state().numpy().tobytes(), of_numpy, random.getstate()
 
 
+class Drawn(Numbers):
+    """With numbers from each global generator."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"drawn": drawn()}
+
+
+def drawn():
+    return [torch.rand(()).item(), random.random(), np.random.randn()]  # noqa: NPY002
+
+
 @pytest.mark.parametrize("way", [0, 2, "epoch", "epoch of workers", "device", "one", "many", "turned over"])
 def test_making_items_draws_from_no_generator_of_the_user(path, way):
-    with cached(Numbers(30), path, capacity="16MiB", replace=0.5) as train:
-        before = states()
+    np.random.randn()  # of two numbers, one of which is kept for the next call  # noqa: NPY002
+    before = states()
+    with cached(Drawn(30), path, capacity="16MiB", replace=0.5) as train:
         if way in (0, 2):
             train.fill(way, progress=False)
         elif way == "one":
@@ -911,6 +924,96 @@ def test_making_items_draws_from_no_generator_of_the_user(path, way):
                     list(loader)
                     loader.load_state_dict(loader.state_dict())
         assert states() == before
+
+
+SEEDED_HERE = """
+    import sys, random
+    import numpy as np, torch
+    from arrowcache.torch import cached
+    from datasets_of_items import Items
+
+    class Drawn(Items):
+        def __getitem__(self, index):
+            return drawn()
+
+    def drawn():
+        return [torch.rand(()).item(), random.random(), np.random.randn()]
+
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    with cached(Drawn(*range(12)), sys.argv[1], capacity="16MiB") as train:
+        print([train[index] for index in range(9)] + train.__getitems__([9, 10, 11]) + [drawn()])
+"""
+
+
+def test_items_that_this_process_makes_have_random_numbers_that_a_seed_tells(tmp_path):
+    lines = []
+    for path in (tmp_path / "one", tmp_path / "other"):
+        with Script(SEEDED_HERE, path) as script:
+            lines.append(ast.literal_eval(script.line()))
+            assert script.end() == (0, "")
+    assert lines[0] == lines[1]
+    assert [len({*column}) for column in zip(*lines[0], strict=True)] == [13] * 3
+
+
+def test_threads_that_make_items_at_once_give_the_generators_back(path):
+    inside = threading.Barrier(3, timeout=60)
+
+    class Met(Drawn):
+        def __getitem__(self, index):
+            if index:
+                inside.wait()
+            return super().__getitem__(index)
+
+    with cached(Met(4), path, capacity="16MiB") as train:
+        before = states()
+        with ThreadPoolExecutor(3) as threads:
+            made = [item["drawn"] for item in threads.map(train.__getitem__, (1, 2, 3))]
+        assert states() == before
+    assert [len({*column}) for column in zip(*made, strict=True)] == [3] * 3
+
+
+def test_a_process_that_is_forked_while_items_are_made_has_the_generators(path):
+    class Forking(Drawn):
+        def __getitem__(self, index):
+            if index == 1:
+                with in_child(look):
+                    pass
+            return super().__getitem__(index)
+
+    def look():
+        assert states()[:2] == before[:2]  # Python's is seeded anew after a fork
+        last = states()
+        train[2]
+        assert states() == last
+
+    with cached(Forking(3), path, capacity="16MiB") as train:
+        before = states()
+        train[1]
+        assert states() == before
+
+
+OTHER_GENERATOR = """
+    import sys
+    import numpy as np
+    from arrowcache.torch import cached
+    from datasets_of_items import Items
+
+    class Drawn(Items):
+        def __getitem__(self, index):
+            return np.random.rand()
+
+    np.random.set_bit_generator(np.random.PCG64(3))
+    with cached(Drawn(1, 2, 3), sys.argv[1], capacity="16MiB") as train:
+        print(len({train[index] for index in range(3)}))
+"""
+
+
+def test_items_may_be_drawn_from_another_generator_of_numpy(path):
+    with Script(OTHER_GENERATOR, path) as script:
+        assert script.line() == "3"
+        assert script.end() == (0, "")
 
 
 SEEDED = """

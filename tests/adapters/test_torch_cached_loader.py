@@ -87,6 +87,29 @@ def test_a_batch_is_that_of_a_dataloader_whether_its_items_are_made_or_read(path
         assert same(batches[0], stock)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.full((5, 6, 3), n).permute(2, 0, 1),
+        lambda n: torch.full((3, 4), n, dtype=torch.bfloat16).t(),
+        lambda n: np.full((3, 4), n, order="F"),
+    ],
+    ids=["an image", "transposed", "an array"],
+)
+def test_a_batch_lies_in_memory_as_that_of_a_dataloader_in_each_epoch(path, make):
+    with cached(Items(*map(make, range(4))), path, capacity="16MiB") as train:
+        (stock,) = DataLoader(Items(*map(make, range(4))), 4)
+        with Loader(train, 4, shuffle=False, workers=0) as loader:
+            (first,) = loader
+            assert train.cached == 4
+            train.rest()
+            (second,) = loader
+    assert stock.is_contiguous()
+    for batch in (first, second):
+        assert torch.equal(batch, stock)
+        assert batch.stride() == stock.stride()
+
+
 def test_a_batch_that_nobody_keeps_gives_its_memory_back_without_the_garbage_collector(path):
     items = [{"x": torch.full((64,), float(n)), "more": (n,)} for n in range(64)]
     with cached(Items(*items), path, capacity="16MiB") as train:

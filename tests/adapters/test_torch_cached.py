@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
+from multiprocessing import active_children
 from typing import Any, ClassVar
 
 import numpy as np
@@ -717,6 +718,21 @@ def test_a_stop_iteration_of_a_function_is_an_error_of_a_dataloader_and_no_end(p
             list(DataLoader(train, 2, num_workers=workers))
         with pytest.raises(RuntimeError, match="__getitems__ of the dataset raised StopIteration"):
             train.fill(workers=workers)
+
+
+def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
+    class Fails(Numbers):
+        def __getitem__(self, index):
+            if index == 3:
+                raise LookupError("no network")
+            return super().__getitem__(index)
+
+    before = {*active_children()}
+    with cached(Fails(40), path, capacity="16MiB") as train:
+        with pytest.raises(LookupError, match="no network") as caught:
+            train.fill(workers=2, progress=False)
+        wait_until(lambda: {*active_children()} <= before, "the workers to end")
+        assert caught.tb is not None
 
 
 def test_an_index_error_of_an_item_is_no_end_of_a_dataset(path):

@@ -397,7 +397,7 @@ def test_an_attribute_of_the_dataset_inside_is_named(path):
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'.* use train.dataset.{name}"):
                 getattr(train, name)
             assert not hasattr(train, name)
-        for name in ("clases", "_own", "__iter__", "state_dict"):
+        for name in ("clases", "_own", "__next__", "state_dict"):
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
                 getattr(train, name)
         assert train.dataset.classes == ("cat", "dog")

@@ -37,6 +37,7 @@ Read = Callable[[], Values]
 """A callable that a sampler yields in place of a sample; it is called in a thread."""
 Sampler = Callable[["np.random.Generator"], Iterable[Values | Read]]
 
+MOST_EMPTY_CALLS = 3  # of a sampler in a row
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
@@ -337,6 +338,15 @@ def _close(yielded: object) -> None:
     close = getattr(yielded, "close", None)
     if close is not None:
         close()
+
+
+def yielded_nothing(what: str) -> SamplerError:
+    """Return the error of a sampler that yields nothing in MOST_EMPTY_CALLS. Trying again would not help."""
+    return settled(
+        SamplerError(
+            f"{what} yielded nothing in {MOST_EMPTY_CALLS} calls: it must yield at least one sample a call"
+        )
+    )
 
 
 def is_read(sample: object) -> bool:

@@ -30,7 +30,7 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
-from arrowcache.sampling.reads import Sampler, Samples, Threads
+from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Sampler, Samples, Threads, yielded_nothing
 from arrowcache.sampling.retries import is_marked, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.storage.layout import alive_byte
@@ -40,8 +40,7 @@ from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
 _LOOK_SECONDS = 0.2
-_EMPTY_CALLS = 3  # of a sampler in a row, before the task fails
-_EMPTY_ROWS = 10_000  # of a call in a row, likewise
+_EMPTY_ROWS = 10_000  # of a call in a row, before the task fails
 _RAMP_TASKS = 10  # tasks with less than a full segment, each with at most half of the next one's rows
 
 
@@ -324,7 +323,7 @@ def draw(
         progress.begin(task.number, builder.expected_rows)
     empty_calls, empty_rows, has_rows = 0, 0, False
     try:
-        while empty_calls < _EMPTY_CALLS:
+        while empty_calls < MOST_EMPTY_CALLS:
             check()
             sample = samples.take(builder.expected_rows - builder.rows, go_on)
             if sample is None:  # a call has ended
@@ -361,11 +360,7 @@ def draw(
         raise SchemaError(f"{samples.drawn}: {error}") from None
     finally:
         samples.close()
-    raise settled(
-        SamplerError(
-            f"the sampler yielded nothing in {_EMPTY_CALLS} calls: it must yield at least one sample a call"
-        )
-    )
+    raise yielded_nothing("the sampler")
 
 
 class _PoolWatch:

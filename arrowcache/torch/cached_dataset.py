@@ -539,12 +539,14 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         )
         with flushable_stderr():
             stored_of_each = iter(making)  # before the bar, whose text a fork writes out
-        with progress_bar(tqdm.tqdm, progress, total=len(missing), unit=" items", desc="filling") as bar:
-            for stored in stored_of_each:
-                bar.update(len(stored))
-                if not all(stored):
-                    break  # no more fits
-        del stored_of_each, making
+        try:
+            with progress_bar(tqdm.tqdm, progress, total=len(missing), unit=" items", desc="filling") as bar:
+                for stored in stored_of_each:
+                    bar.update(len(stored))
+                    if not all(stored):
+                        break  # no more fits
+        finally:
+            end_workers(stored_of_each)
         cached = self.cached
         reader.rest()  # which merges small segments
         return cached
@@ -594,6 +596,15 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         except (ArrowCacheError, OSError, ValueError) as error:
             parts = [str(error)]
         return Card("CachedDataset", str(self._spec.path), parts)
+
+
+def end_workers(answers: Iterator[Any]) -> None:
+    """End the processes of a DataLoader's iterator, of which an error's traceback may hold a reference.
+
+    Torch ends them as the iterator is deleted, in whichever process that happens. Idempotent.
+    """
+    if hasattr(answers, "_shutdown_workers"):
+        answers._shutdown_workers()
 
 
 class _Filling(Dataset[bool]):

@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from arrowcache.display import flushable_stderr
 from arrowcache.errors import WorkerError, warn
-from arrowcache.lifetimes import Origin, shielded
+from arrowcache.lifetimes import Origin, forgets_in_child, shielded
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.torch.cached_dataset import CachedDataset, LeftOut, Unwanted
+from arrowcache.torch.cached_dataset import CachedDataset, LeftOut, Unwanted, end_workers
 from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.transport import RECEIVING, Result, failure
 
@@ -174,6 +174,12 @@ class Makers:
         self._is_whole = False  # nothing interrupted what the processes have to say
         self._turn = threading.RLock()  # of who asks the processes; reentrant: a handler may close them
         self._origin = Origin()
+        forgets_in_child(self)
+
+    def forget_in_child(self) -> None:
+        """Leave the processes to the parent: torch would end them where a child drops this, or exits."""
+        if hasattr(self._answers, "_shutdown"):
+            self._answers._shutdown = True
 
     def begin(self, batches: Batches) -> None:
         """Have an epoch's batches made. Those of the one before are not made any more.
@@ -188,15 +194,11 @@ class Makers:
             self._begin()
 
     def _begin(self) -> None:
-        if not self._is_whole:
-            self._end()
         first = self._given
         self._requests.begin(self._epoch, lambda: self._batches(first))
         is_whole, self._is_whole = self._is_whole, False
-        if is_whole and self._loader is not None:
-            _have_wait(self._answers, 0)  # until each worker is at its last item
-            self._answers = iter(self._loader)
-        else:
+        if not (is_whole and self._go_on()):
+            self._end()
             with warnings.catch_warnings():
                 # Workers wait for the source of items: torch advises as many as there are processors.
                 warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -216,6 +218,20 @@ class Makers:
                     _supervise(self._answers)
         _have_wait(self._answers, _LOOK_SECONDS)
         self._is_whole = True
+
+    def _go_on(self) -> bool:
+        """Have the processes that are there make the requests. Returns: False: none are, or one died."""
+        if self._loader is None:
+            return False
+        _have_wait(self._answers, 0)  # until each worker is at its last item
+        try:
+            self._answers = iter(self._loader)
+        except Exception as error:
+            if not _is_death(error):
+                raise
+            warn(f"{_first_line(error)}: others make its items")
+            return False
+        return True
 
     def next(self) -> Answer | None:
         """Return the next batch. None: its items are in the cache, or the epoch was ended meanwhile.
@@ -276,8 +292,7 @@ class Makers:
 
     def _end(self) -> None:
         answers, self._answers, self._loader, self._is_whole = self._answers, iter(()), None, False
-        if hasattr(answers, "_shutdown_workers"):
-            answers._shutdown_workers()
+        end_workers(answers)
 
 
 def _first_line(error: Exception) -> str:

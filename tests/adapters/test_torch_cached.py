@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
+from multiprocessing import active_children
 from typing import Any, ClassVar
 
 import numpy as np
@@ -397,7 +398,7 @@ def test_an_attribute_of_the_dataset_inside_is_named(path):
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'.* use train.dataset.{name}"):
                 getattr(train, name)
             assert not hasattr(train, name)
-        for name in ("clases", "_own", "__iter__", "state_dict"):
+        for name in ("clases", "_own", "__next__", "state_dict"):
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
                 getattr(train, name)
         assert train.dataset.classes == ("cat", "dog")
@@ -718,6 +719,21 @@ def test_a_stop_iteration_of_a_function_is_an_error_of_a_dataloader_and_no_end(p
             list(DataLoader(train, 2, num_workers=workers))
         with pytest.raises(RuntimeError, match="__getitems__ of the dataset raised StopIteration"):
             train.fill(workers=workers)
+
+
+def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
+    class Fails(Numbers):
+        def __getitem__(self, index):
+            if index == 3:
+                raise LookupError("no network")
+            return super().__getitem__(index)
+
+    before = {*active_children()}
+    with cached(Fails(40), path, capacity="16MiB") as train:
+        with pytest.raises(LookupError, match="no network") as caught:
+            train.fill(workers=2, progress=False)
+        wait_until(lambda: {*active_children()} <= before, "the workers to end")
+        assert caught.tb is not None
 
 
 def test_an_index_error_of_an_item_is_no_end_of_a_dataset(path):

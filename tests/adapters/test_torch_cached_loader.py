@@ -722,6 +722,55 @@ def test_a_forked_child_iterates_anew(train):
     assert len(flat(batches)) == LENGTH - 10
 
 
+@pytest.mark.parametrize("how", ["dropped", "iterated"])
+def test_a_forked_child_leaves_the_workers_to_its_parent(path, how):
+    """Torch told them to end, and printed an AssertionError."""
+    fails = path.with_name("fails")
+    fails.touch()
+
+    def item(value):
+        if value["y"] == 7 and fails.exists():
+            raise LookupError("no network")
+        return value
+
+    with cached(Numbers(LENGTH), path, capacity="64MiB", transform=item) as train:
+        held = [Loader(train, 5, workers=2)]
+        with pytest.raises(LookupError, match="no network"):
+            flat(held[0])
+        fails.unlink()
+        held.append(iter(held[0]))
+        got = check(next(held[1]))
+
+        def child():
+            ignored = []
+            sys.unraisablehook = ignored.append
+            if how == "iterated":
+                assert sorted(flat(held[0])) == [*range(LENGTH)]
+            held.clear()
+            gc.collect()
+            assert not ignored
+
+        with in_child(child):
+            pass
+        workers = active_children()
+        assert sorted(got + flat(held[1])) == [*range(LENGTH)]
+        assert sorted(flat(held[0])) == [*range(LENGTH)]
+        assert {*active_children()} >= {*workers}, "the same ones"
+        held[0].close()
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
+def test_workers_that_died_between_epochs_are_replaced(path):
+    before = {*active_children()}
+    with cached(Numbers(LENGTH), path, capacity="64MiB", transform=dict) as train, Loader(train, 5) as loader:
+        assert len(flat(loader)) == LENGTH
+        workers = {*active_children()} - before
+        signal_all(workers, signal.SIGKILL)
+        for worker in workers:
+            worker.join()
+        assert sorted(flat(loader)) == [*range(LENGTH)]
+
+
 # trouble
 
 

@@ -10,13 +10,11 @@ import numpy as np
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
 from arrowcache.lifetimes import call_all
-from arrowcache.sampling.reads import Sampler, single
-from arrowcache.sampling.retries import settled
+from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Sampler, single, yielded_nothing
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 
 ON_ERROR = ("raise", "skip")
-_EMPTY_CALLS = 3  # of a source in a row, as in a task
 
 
 class Mix(Source):
@@ -92,17 +90,12 @@ class Mix(Source):
     def _stream(self, number: int, rng: np.random.Generator) -> Generator[Mapping[str, Any], None, None]:
         """Yield a source's samples without end: a source that ends is called again."""
         empty = 0
-        while empty < _EMPTY_CALLS:
+        while empty < MOST_EMPTY_CALLS:
             empty += 1
             for sample in single(self._sources[number](rng), rng):
                 empty = 0
                 yield sample
-        raise settled(
-            SamplerError(
-                f"{self._names[number]} yielded nothing in {_EMPTY_CALLS} calls: it must yield a sample a "
-                "call"
-            )
-        )
+        raise yielded_nothing(self._names[number])
 
 
 def _require_same(name: str, schema: Schema, first: Schema) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from quick import SEED, changed, is_drawn
+from quick import NIGHTLY, SEED, changed, is_drawn
 
 # On a busy machine any example may take long: that is no finding.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """One commit has one order: pytest-randomly, which prints it, gets the seed that draws the cases, too."""
     if config.getoption("randomly_seed", None) == "default":
         config.option.randomly_seed = SEED
+    if config.getoption("nightly"):
+        os.environ[NIGHTLY] = "1"
 
 
 def pytest_report_header() -> str:

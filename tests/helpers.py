@@ -187,9 +187,10 @@ def ids_of(batches: Iterable[Mapping[str, Any]]) -> list[int]:
 
 def mapped_seqs(cache: ac.Cache) -> list[int]:
     """Which segments this process has mapped, oldest first; each as often as it is."""
+    folder = f"{cache.path}/segments/"
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    files = [Path(fields[5]) for fields in lines if fields[5:] and int(fields[2], 16) == 0]
-    return sorted(int(file.name.split("-")[0]) for file in files if file.parent == cache.path / "segments")
+    names = [fields[5] for fields in lines if fields[5:] and int(fields[2], 16) == 0]
+    return sorted(int(name[len(folder) :].split("-")[0]) for name in names if name.startswith(folder))
 
 
 def open_files() -> set[tuple[int, str]]:

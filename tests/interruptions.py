@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from quick import SEED
+from quick import SEED, in_part
 
 import arrowcache
 
@@ -96,8 +96,9 @@ class Interruption:
 def interruptions(least: int, *args: Any, every: int = 1, **options: Any) -> Iterator[Interruption]:
     """One at each step, until one does not come for there are no more; `least` steps there must be.
 
-    Or at one in `every` steps, each commit at others.
+    Or at one in `every` steps, each commit at others; and at one in three of these, but in `make nightly`.
     """
+    every *= 3 // in_part(3)
     for number in itertools.count(SEED % every, every):
         interruption = Interruption(number, *args, **options)
         yield interruption

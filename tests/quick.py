@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("nightly.json")
 SEED = int(os.environ.get("TESTS_SEED", "0"), 16)
 """Of the commit, which make gives: it selects those of many cases that a run of it has."""
+NIGHTLY = "TESTS_NIGHTLY"
+"""The variable that `--nightly` sets, for the processes that share the tests."""
 
 
 def first_is_quick(values: Iterable[Any]) -> list[Any]:
@@ -49,6 +51,11 @@ def with_mark(value: Any, mark: pytest.MarkDecorator) -> Any:
     if isinstance(value, type(pytest.param())):
         return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+
+
+def in_part(number: int, share: int = 3) -> int:
+    """Return a share of a number of examples, one at least; in `make nightly` all of them."""
+    return number if NIGHTLY in os.environ else max(1, number // share)
 
 
 def is_drawn(name: str, share: int, seed: int = SEED) -> bool:

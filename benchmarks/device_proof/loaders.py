@@ -72,7 +72,12 @@ def of_choice(target: Target) -> str:
     """Rows that are drawn by what the loop annotates, from tensors where they are, and none excluded."""
     with target.trial() as trial, cache_of_numbers() as cache:
         _exclude(cache, target.device if target.is_gpu else None)
-        options = {"weights": "priority", "epoch_rows": 4 * BATCH_ROWS, "with_ids": True}
+        options = {
+            "weights": "priority",
+            "expect": "priority",
+            "epoch_rows": 4 * BATCH_ROWS,
+            "with_ids": True,
+        }
         ours = Loader(cache, BATCH_ROWS, device=trial.device, **options)
         with ours, Loader(cache, BATCH_ROWS, **options) as plain:
             unwanted = set(EXCLUDED)

@@ -33,6 +33,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from quick import in_part
 
 import arrowcache as ac
 from arrowcache import linux
@@ -436,5 +437,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.verify() == []
 
 
-CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=in_part(50), stateful_step_count=30, deadline=None)
 TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)

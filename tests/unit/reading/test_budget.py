@@ -13,6 +13,7 @@ import pytest
 from helpers import goes_unheld
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import in_part
 
 from arrowcache.reading.budget import BudgetOrder, batched, bucket_count
 from arrowcache.reading.order import Shard
@@ -210,7 +211,7 @@ def test_an_order_goes_when_nobody_holds_it():
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(max_examples=in_part(100), deadline=None)
 @given(epochs(), st.integers(1, 4))
 def test_an_epoch_goes_on_at_any_step_as_if_nothing_had_been(made, world):
     plan, lengths = made

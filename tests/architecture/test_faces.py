@@ -115,8 +115,9 @@ def named(tree: ast.AST) -> list[str]:
             found += [] if is_own else [ast.unparse(node)]
         elif isinstance(node, ast.Call | ast.Tuple | ast.List):  # as a text, beside what it is of
             parts = node.args if isinstance(node, ast.Call) else node.elts
-            is_ours = any(isinstance(part, ast.Name) for part in parts) or GETS.search(ast.unparse(node))
-            found += [text for part in parts for text in private_text(part) if is_ours or "." in text]
+            if told := [text for part in parts for text in private_text(part)]:
+                is_ours = any(isinstance(part, ast.Name) for part in parts) or GETS.search(ast.unparse(node))
+                found += [text for text in told if is_ours or "." in text]
     return found
 
 

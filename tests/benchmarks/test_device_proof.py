@@ -169,7 +169,7 @@ def test_a_device_that_is_broken_fails(how):
 class Takes(Loader):
     """It takes in all rows, whatever is said of them."""
 
-    def __init__(self, *arguments, weights=None, **options):
+    def __init__(self, *arguments, weights=None, expect=(), **options):
         super().__init__(*arguments, rows="all", **options)
 
 

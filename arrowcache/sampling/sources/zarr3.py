@@ -12,9 +12,10 @@ import asyncio
 import errno
 import json
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,14 +27,16 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.object_store import ObjectStore, at_once, names_in, read_at
+from arrowcache.sampling.sources.object_store import ObjectStore, at_once, names_in
+from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_pieces, strides_of
 
 T = TypeVar("T")
 
 _METADATA = "zarr.json"
 _OF_VERSION_2 = (".zarray", ".zgroup", ".zmetadata")
+_MOST_INDICES = 256  # of shards, that are kept
 _MOST_LOOKED = 256  # folders, for the names of arrays
-_CHUNKS_AT_ONCE = 8
+_CHUNKS_AT_ONCE = 32  # of a box of many chunks
 _DAMAGED = (ValueError, RuntimeError, TypeError, KeyError, EOFError, zlib.error)  # of codecs and metadata
 
 
@@ -47,24 +50,49 @@ class ZarrArray:
     def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
         folder = path
         path = f"{folder}/{inner}" if inner else folder
-        if not store.is_file(f"{path}/{_METADATA}"):
-            raise _missing(store, folder, path, name)
-        if _metadata(store, path).get("node_type") == "group":
+        try:
+            described = store.fetch(f"{path}/{_METADATA}")
+        except (FileNotFoundError, NotADirectoryError):
+            raise _missing(store, folder, path, name) from None
+        if _parsed(described).get("node_type") == "group":
             names = [f"{inner}/{array}" if inner else array for array in _arrays_in(store, path)]
             which = names_in("it", names)
             raise SamplerError(f"{name}: cannot be read as Zarr v3: it is a group: say which array; {which}")
         self._name = name
-        self._store = _ReadOnlyStore(store, path)
+        self._store = _ReadOnlyStore(store, path, described)
         try:
             self._array: Any = self._run(lambda: zarr.open_array(self._store, mode="r", zarr_format=3))
         except BaseException:
             self.close()
             raise
-        self.shape: tuple[int, ...] = self._array.shape
-        self.dtype: np.dtype[Any] = self._array.dtype
+        shape, dtype = self._array.shape, self._array.dtype
+        strides = strides_of(shape, dtype.itemsize)
+        self.layout = Layout(shape, dtype, self._array.chunks, strides, self._names())
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._run(lambda: np.asarray(self._array[tuple(box)]))
+
+    def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
+        return from_pieces(self.layout, window, starts, self._read_chunk, pieces)
+
+    def _read_chunk(self, box: Sequence[slice]) -> NDArray[Any]:
+        """Read a box. If it is of one chunk, this thread waits for it: the threads of `read` are few."""
+        chunks = self._array.chunks
+        first = [part.start // size for part, size in zip(box, chunks, strict=True)]
+        last = [(part.stop - 1) // size for part, size in zip(box, chunks, strict=True)]
+        if first != last or self._array.shards is not None:
+            return self.read(box)
+        key = self._array.metadata.encode_chunk_key(tuple(first))
+        with self._store.fetched(key):
+            return self.read(box)
+
+    def _names(self) -> tuple[str | None, ...]:
+        """The names of the axes: of Zarr v3, or as xarray writes them into version 2."""
+        axes: int = self._array.ndim
+        names: Any = self._array.metadata.dimension_names or self.attribute("_ARRAY_DIMENSIONS")
+        if not isinstance(names, list | tuple) or len(names) != axes:
+            return (None,) * axes
+        return tuple(name if isinstance(name, str) else None for name in names)
 
     def attribute(self, name: str) -> Any:
         return self._array.metadata.attributes.get(name)
@@ -128,19 +156,34 @@ def _arrays_in(store: ObjectStore, group: str) -> list[str]:
 def _metadata(store: ObjectStore, path: str) -> Mapping[str, Any]:
     """Return the content of a zarr.json; nothing of one that is not there, or damaged."""
     try:
-        with store.run(lambda: store.open(f"{path}/{_METADATA}"), path) as file:
-            found = json.loads(file.read())
-    except (FileNotFoundError, ValueError):
+        return _parsed(store.fetch(f"{path}/{_METADATA}"))
+    except FileNotFoundError:
+        return {}
+
+
+def _parsed(described: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(described)
+    except ValueError:
         return {}
     return found if isinstance(found, Mapping) else {}
 
 
-class _ReadOnlyStore(ZarrStore):
-    """A folder of a store, read only."""
+_fetched: ContextVar[tuple[_ReadOnlyStore, str, bytes | None] | None] = ContextVar("fetched", default=None)
+"""A chunk that this thread has read. What zarr does for a thread, in others, has the thread's context."""
 
-    def __init__(self, store: ObjectStore, path: str) -> None:
+
+class _ReadOnlyStore(ZarrStore):
+    """A folder of a store, read only.
+
+    Args:
+        described: the content of its zarr.json.
+    """
+
+    def __init__(self, store: ObjectStore, path: str, described: bytes) -> None:
         super().__init__(read_only=True)
-        self._files, self._path = store, path
+        self._files, self._path, self._described = store, path, described
+        self._indices: dict[str, asyncio.Future[bytes]] = {}  # in zarr's thread
         self._threads = ThreadPoolExecutor(_CHUNKS_AT_ONCE, thread_name_prefix="arrowcache-zarr")
 
     def close(self) -> None:
@@ -156,38 +199,63 @@ class _ReadOnlyStore(ZarrStore):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        path = f"{self._path}/{key}"
-        try:
-            data = await self._wait(lambda: self._read(path, byte_range), path)
-        except FileNotFoundError:  # a chunk that was never written holds the fill value
-            return None
-        return prototype.buffer.from_bytes(data)
+        fetched, data = _fetched.get(), None
+        if key == _METADATA:
+            data = self._described
+        elif fetched is not None and fetched[:2] == (self, key) and byte_range is None:
+            data = fetched[2]
+        else:
+            is_index = isinstance(byte_range, SuffixByteRequest)
+            with suppress(FileNotFoundError):  # a chunk that was never written holds the fill value
+                data = await (self._index if is_index else self._wait)(key, byte_range)
+        return None if data is None else prototype.buffer.from_bytes(data)
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
         return await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges))
 
+    @contextmanager
+    def fetched(self, key: str) -> Iterator[None]:
+        """Read a chunk in this thread; reads of it inside, which zarr makes for this thread, have it."""
+        data: bytes | None = None
+        with suppress(FileNotFoundError):
+            data = self._read(key, None)
+        token = _fetched.set((self, key, data))
+        try:
+            yield
+        finally:
+            _fetched.reset(token)
+
     async def exists(self, key: str) -> bool:
-        path = f"{self._path}/{key}"
-        info = await self._wait(lambda: self._files.filesystem.get_file_info(path), path)
-        return bool(info.is_file)
-
-    async def _wait(self, read: Callable[[], T], path: str) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: self._files.run(read, path))
+        return await loop.run_in_executor(self._threads, self._files.is_file, f"{self._path}/{key}")
 
-    def _read(self, path: str, part: ByteRequest | None) -> bytes:
-        with self._files.open(path) as file:
-            size = file.size()
-            start, stop = 0, size
-            if isinstance(part, RangeByteRequest):
-                start, stop = part.start, min(part.end, size)
-            elif isinstance(part, OffsetByteRequest):
-                start = part.offset
-            elif isinstance(part, SuffixByteRequest):
-                start = max(0, size - part.suffix)
-            return read_at(file, stop - start, start)
+    async def _index(self, key: str, part: ByteRequest | None) -> bytes:
+        """Read the index of a shard once for all of its chunks, each of which asks for it."""
+        index = self._indices.get(key)
+        if index is None:
+            while len(self._indices) >= _MOST_INDICES:
+                del self._indices[next(iter(self._indices))]
+            index = self._indices[key] = asyncio.ensure_future(self._wait(key, part))
+        try:
+            return await asyncio.shield(index)
+        except BaseException:
+            self._indices.pop(key, None)
+            raise
+
+    async def _wait(self, key: str, part: ByteRequest | None) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, part)
+
+    def _read(self, key: str, part: ByteRequest | None) -> bytes:
+        path = f"{self._path}/{key}"
+        if isinstance(part, RangeByteRequest):
+            return self._files.fetch(path, part.start, part.end - part.start)
+        if isinstance(part, OffsetByteRequest):
+            return self._files.fetch(path, part.offset)
+        if isinstance(part, SuffixByteRequest):
+            return self._files.fetch(path, -part.suffix)
+        return self._files.fetch(path)
 
     # Methods that only a writable or listed store needs.
 

@@ -198,8 +198,12 @@ def from_bytes(
         return cells
     offsets = starts[:, :axes] @ np.array(layout.strides[:axes], np.int64)
     offsets += sum(part.start * step for part, step in zip(window.rest, layout.strides[axes:], strict=True))
-    order = np.argsort(offsets, kind="stable")
     nbytes = extent(window, layout.strides, itemsize)
+    if len(starts) == 1:
+        data = read(int(offsets[0]), nbytes)
+        cells[0] = np.ndarray(shape, layout.dtype, data, strides=layout.strides)
+        return cells
+    order = np.argsort(offsets, kind="stable")
     for rows in np.split(order, np.flatnonzero(_ranges(offsets[order], nbytes))[1:]):
         first, last = int(offsets[rows[0]]), int(offsets[rows[-1]])
         data = read(first, last - first + nbytes)

@@ -233,6 +233,32 @@ def test_chunks_in_shards_are_read(tmp_path):
         assert np.array_equal(data, array[x : x + 3, y : y + 3])
 
 
+CODECS = {
+    "none": {"compressors": None}, "zstd": {}, "big": {"dtype": ">f4", "compressors": None},
+    "gzip": {"compressors": [{"name": "gzip", "configuration": {"level": 1}}]},
+    "blosc": {"compressors": [{"name": "blosc", "configuration": {"cname": "lz4"}}]},
+    "two": {"compressors": [{"name": "zstd", "configuration": {}}, {"name": "gzip", "configuration": {}}]},
+    "checked": {"compressors": [{"name": "zstd", "configuration": {}}, {"name": "crc32c"}]},
+    "turned": {"filters": [{"name": "transpose", "configuration": {"order": [1, 0]}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_chunks_of_any_codec_are_decoded(tmp_path, codec):
+    zarr = pytest.importorskip("zarr", "3.0")
+    given, array = {"dtype": "<f4", **CODECS[codec]}, volume((40, 30))
+    made = zarr.create_array(tmp_path / "x.zarr", shape=array.shape, chunks=(7, 8), **given)
+    made[:] = array
+    source = ArrayWindows(tmp_path / "x.zarr", (6, 5), where={0: slice(2, None)}, with_position=True)
+    rows = planned(source, 300)
+    for (x, y), data in zip(rows["position"].tolist(), rows["data"], strict=True):
+        assert np.array_equal(data, array[x : x + 6, y : y + 5])
+    for chunk in tmp_path.glob("x.zarr/c/*/*"):
+        chunk.write_bytes(b"none")
+    with pytest.raises(SamplerError, match=r"x\.zarr: cannot be read as Zarr v3"):
+        planned(source, 10)
+
+
 def test_a_planned_chunk_that_was_never_written_holds_the_fill_value(tmp_path):
     zarr = pytest.importorskip("zarr", "3.0")
     array = zarr.create_array(tmp_path / "x.zarr", shape=(10,), chunks=(5,), dtype="int32", fill_value=7)

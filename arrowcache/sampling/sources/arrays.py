@@ -2,7 +2,7 @@
 
     *.npy                       NumPy's file, one array
     *.h5, *.hdf5, *.nc          HDF5 (hdf5.py): "run.h5#group/signal" names the dataset
-    any other path              Zarr v3 (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
+    any other path              Zarr (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
 
 An `Array` has a layout, reads boxes and many windows at once, and can be closed. Nothing here unpickles:
 arrays of objects are refused. HDF5 and Zarr arrays have attributes: `Packing` says how some of them change

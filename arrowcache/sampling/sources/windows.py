@@ -59,7 +59,7 @@ class ArrayWindows(Source):
     Args:
         arrays: the array, with "data" as its field; or field name -> array: all of them are cut at the
             same place. Or a list of either, as of several recordings: each window is of one of them.
-            "x.npy", "x.h5#dataset", else a Zarr v3 array; arrays.py has the details.
+            "x.npy", "x.h5#dataset", else a Zarr array; arrays.py has the details.
         window: lengths along the first axes of an array, in cells; further axes are
             taken whole. A mapping field name -> window, if they differ: all begin at the same
             place, so `{"signal": (256,), "label": (1,)}` is 256 values and the label of the first.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import h5py
@@ -101,10 +102,9 @@ def _layout(dataset: Any) -> Layout:
 
 def _axis_name(dataset: Any, axis: int) -> str | None:
     """The name of an axis: of its dimension scale, as netCDF-4 has it, or its label."""
-    if dataset.is_scale:
-        scale = dataset
-    else:
+    with suppress(OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # others' files
         attached = dataset.dims[axis]
-        scale = attached[0] if len(attached) else None
-    name: str = dataset.dims[axis].label if scale is None else scale.name.rpartition("/")[2]
-    return name or None
+        scale = dataset if dataset.is_scale else attached[0] if len(attached) else None
+        name: str = attached.label if scale is None else scale.name.rpartition("/")[2]
+        return name or None
+    return None

@@ -30,7 +30,8 @@ class Map(Source):
         source: a source, or any sampler.
         function: takes a sample, or a sample and a generator of its own if it has two parameters: all its
             randomness must come from that. Returns a sample; it may change its argument, but not the arrays
-            in it. It runs in the thread that reads, if the source yields reads.
+            in it. If the source yields reads, or plans, it runs in the threads that read, several
+            at a time.
         schema: schema of its results. None means that of the first sample, drawn here. A ragged
             field cannot be inferred from one sample.
     Raises: TypeError: not a function. Errors of the source or the function.

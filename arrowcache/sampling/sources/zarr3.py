@@ -73,13 +73,11 @@ class ZarrArray:
         version: Any = 3 if file == _METADATA else 2
         try:
             self._array: Any = self._run(lambda: zarr.open_array(self._store, mode="r", zarr_format=version))
+            self.layout = self._run(self._layout)
         except BaseException:
             self.close()
             raise
-        shape, dtype = self._array.shape, self._array.dtype
-        strides = strides_of(shape, dtype.itemsize)
-        self.layout = Layout(shape, dtype, self._array.chunks, strides, self._names())
-        self._decode = _decoder(codecs, dtype)
+        self._decode = _decoder(codecs, self.layout.dtype)
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._run(lambda: np.asarray(self._array[tuple(box)]))
@@ -105,6 +103,11 @@ class ZarrArray:
                 for part, at, size in zip(box, first, chunks, strict=True)
             )
         ]
+
+    def _layout(self) -> Layout:
+        shape, dtype = self._array.shape, self._array.dtype
+        strides = strides_of(shape, dtype.itemsize)
+        return Layout(shape, dtype, self._array.chunks, strides, self._names())
 
     def _names(self) -> tuple[str | None, ...]:
         """The names of the axes: of version 3, or as xarray writes them into version 2."""

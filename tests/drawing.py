@@ -41,6 +41,12 @@ def take(source: Any, count: int, seed: int = 0) -> list[dict[str, Any]]:
         samples.close()
 
 
+def planned(source: Any, rows: int, seed: int = 0) -> dict[str, Any]:
+    """The columns of the rows of a plan, in its order."""
+    reads = [read() for read in source.plan_reads(np.random.default_rng(seed), rows)]
+    return {name: np.concatenate([each[name] for each in reads]) for name in source.schema}
+
+
 def fill(
     sampler: Sampler,
     task: Task,

@@ -94,8 +94,8 @@ OF_TESTS = {  # of several files each: those of tests/adapters/test_torch_x.py, 
     "sources/parquet": "sampling/sources/parquet",
     "sources/shards": "sampling/sources/shards",
     "sources/store": "sampling/sources/handles sampling/sources/object_store sampling/retries",
-    "sources/windows": "sampling/sources/arrays sampling/sources/hdf5 sampling/sources/windows "
-    "sampling/sources/zarr3",
+    "sources/windows sources/plans": "sampling/sources/arrays sampling/sources/hdf5 sampling/sources/pieces "
+    "sampling/sources/windows sampling/sources/zarr3",
 }
 for names, files in OF_TESTS.items():
     for file in files.split():

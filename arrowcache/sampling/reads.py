@@ -168,13 +168,20 @@ class Samples:
     """The samples of one task, in the order of yielding. Used in one thread.
 
     Args:
-        sampler: called with `rng`, and called again whenever it ends.
+        sampler: called with `rng`, and called again whenever it ends. A source that plans is asked for a plan
+            in its place: see `Source.plan_reads`.
         most_bytes: of results that wait.
+        rows: of the task, which a source plans.
     """
 
-    def __init__(self, sampler: Sampler, rng: np.random.Generator, threads: Threads, most_bytes: int) -> None:
+    def __init__(
+        self, sampler: Sampler, rng: np.random.Generator, threads: Threads, most_bytes: int, rows: int = 1
+    ) -> None:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
         self.are_divided = getattr(sampler, "is_divided", False)
+        plan = getattr(sampler, "plan_reads", None)
+        self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
+        self._is_whole = self.are_divided or plan is not None  # a call yields all that the task has room for
         self._yielded: Iterator[Any] | None = None  # of the call at work
         self._entries: deque[_Pending | _Ready | _Raised | None] = deque()  # None: the end of a call
         self._reads = self._ready = 0  # of these, in the queue
@@ -262,7 +269,7 @@ class Samples:
         """Take one thing more from the sampler, into the queue."""
         try:
             if self._yielded is None:
-                self._yielded, self._is_stuck = _called(self._sampler, self._rng), True
+                self._yielded, self._is_stuck = _called(self._begun, self._rng), True
             sample = next(self._yielded)
             if isinstance(sample, Mapping):
                 self._entries.append(_Ready(sample, self._named() if self._entries else None))
@@ -281,7 +288,7 @@ class Samples:
         except StopIteration:
             self._yielded = None
             self._entries.append(None)
-            self._is_stuck |= self.are_divided  # a call that yielded nothing leaves it as it was: stuck
+            self._is_stuck |= self._is_whole  # a call that yielded nothing leaves it as it was: stuck
         except Exception as error:  # noqa: BLE001  # a sampler may raise anything; it comes in its turn
             self._entries.append(_Raised(error, self._named()))
             self._is_stuck = True

@@ -297,7 +297,8 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
 def samples_of(sampler: Sampler, task: Task, threads: Threads, form: Form) -> Samples:
     """Return task k's samples, of which none is drawn yet."""
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
-    return Samples(sampler, rng, threads, form.segment_bytes)
+    rows = size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp).rows
+    return Samples(sampler, rng, threads, form.segment_bytes, rows)
 
 
 def draw(

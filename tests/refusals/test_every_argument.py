@@ -1246,6 +1246,10 @@ PLAIN: dict[str, tuple[Face, dict[str, Proof]]] = {
             "decode": proved_in(
                 f"{SOURCES}/test_windows.py::test_packed_numbers_are_what_cf_says_they_stand_for::decode"
             ),
+            "windows_per_chunk": proved_in(
+                f"{SOURCES}/test_plans.py::test_windows_of_a_chunk_are_different::windows_per_chunk"
+            ),
+            "where": differs({}, {"where": {0: slice(0, 8)}}),
             "with_position": differs({}, {"with_position": True}),
             "filesystem": proves_filesystem("arrays"),
             "retries": proved_in(

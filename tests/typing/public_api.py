@@ -148,6 +148,7 @@ def ready_samplers(path: Path, rng: np.random.Generator) -> None:
     windows = ArrayWindows(
         [{"x": "s3://bucket/x.zarr", "y": path}], {"x": (3,), "y": (1,)}, weights=[1.0], with_position=True
     )
+    ArrayWindows("x.zarr", (3,), windows_per_chunk=8, where={"time": slice(0, 2016), 1: slice(None, -3)})
     ArrayWindows("x.npy", (3, 4), retries=Retries(2, first_seconds=0.1))
     shards = WebDatasetShards(["a.tar"], lambda field, data: data, fields=["cls"], shuffle=10)
     mixed = Mix({rows: 1, windows: 2.5}, on_error="skip")

@@ -2,10 +2,11 @@
 
     *.npy                       NumPy's file, one array
     *.h5, *.hdf5, *.nc          HDF5 (hdf5.py): "run.h5#group/signal" names the dataset
-    any other path              Zarr v3 (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
+    any other path              Zarr (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
 
-An `Array` has shape and dtype, reads boxes, and can be closed. Nothing here unpickles: arrays of objects are
-refused. HDF5 and Zarr arrays have attributes: `Packing` says how some of them change the stored numbers.
+An `Array` has a layout, reads boxes and many windows at once, and can be closed. Nothing here unpickles:
+arrays of objects are refused. HDF5 and Zarr arrays have attributes: `Packing` says how some of them change
+the stored numbers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources.object_store import ObjectStore
+from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_bytes, strides_of
 
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
 _FILE = re.compile(r"(.*\.(?:h5|hdf5|hdf|he5|nc|zarr))#(.+)")
@@ -33,15 +35,22 @@ _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 
 class Array(Protocol):
-    """One open array."""
+    """One open array. Thread-safe."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    layout: Layout
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         """Return the cells of a box, with a slice for each axis: a new array, of this dtype.
 
         Raises: OSError: an error of the store, after retries. SamplerError: damaged.
+        """
+
+    def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
+        """Return windows by where they begin, (windows, *shape), and the numbers of the pieces they needed.
+
+        Args:
+            pieces: those that other windows need, too.
+        Raises: as `read`.
         """
 
     def attribute(self, name: str) -> Any:
@@ -90,7 +99,7 @@ def open_array(store: ObjectStore, address: Address, decode: bool) -> Array:
     if not decode:
         return array
     try:
-        packing = packing_of(array.attribute, np.dtype(array.dtype), name)
+        packing = packing_of(array.attribute, array.layout.dtype, name)
     except BaseException:
         array.close()
         raise
@@ -141,29 +150,33 @@ class NpyArray:
             nbytes = store.run(self._file.size, path)
             try:
                 header = _HEADERS[npy.read_magic(head)]
-                self.shape, in_fortran_order, self.dtype = header(head)
+                shape, in_fortran_order, dtype = header(head)
             except (ValueError, KeyError) as error:
                 raise self._damaged(f"its header cannot be read: {error}") from None
-            if self.dtype.hasobject:
+            if dtype.hasobject:
                 raise self._damaged("it holds Python objects, which are pickled, and never read here")
-            size = self.dtype.itemsize
-            self._strides = _strides(self.shape, size, in_fortran_order)
+            strides = strides_of(shape, dtype.itemsize, in_fortran_order=in_fortran_order)
+            self.layout = Layout(shape, dtype, None, strides, (None,) * len(shape))
             self._start = head.tell()
-            if nbytes < (expected := self._start + size * math.prod(self.shape)):
+            if nbytes < (expected := self._start + dtype.itemsize * math.prod(shape)):
                 raise self._damaged(f"it has {nbytes} bytes, and should have {expected}")
         except BaseException:
             self.close()
             raise
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
-        shape = tuple(part.stop - part.start for part in box)
-        if 0 in shape:
-            return np.empty(shape, self.dtype)
-        first = sum(part.start * stride for part, stride in zip(box, self._strides, strict=True))
-        last = sum((part.stop - 1) * stride for part, stride in zip(box, self._strides, strict=True))
-        nbytes = last - first + self.dtype.itemsize
-        data = self._store.read(self._file, nbytes, self._start + first, self._path)
-        return np.ndarray(shape, self.dtype, data, strides=self._strides).copy()
+        one = np.array([[part.start for part in box]], np.int64)
+        lengths = tuple(part.stop - part.start for part in box)
+        cells: NDArray[Any] = from_bytes(self.layout, Window(lengths, ()), one, self._bytes)[0]
+        return cells
+
+    def cut(
+        self,
+        window: Window,
+        starts: Places,
+        pieces: Pieces | None,  # noqa: ARG002  # there are none
+    ) -> tuple[NDArray[Any], set[int]]:
+        return from_bytes(self.layout, window, starts, self._bytes), set()
 
     def attribute(self, name: str) -> None:  # noqa: ARG002  # a .npy has none
         return None
@@ -171,17 +184,14 @@ class NpyArray:
     def close(self) -> None:
         self._file.close()
 
+    def _bytes(self, first: int, nbytes: int) -> bytes:
+        if self._store.fsspec is not None:  # whose open files read one range at a time
+            return self._store.fetch(self._path, self._start + first, nbytes)
+        return self._store.read(self._file, nbytes, self._start + first, self._path)
+
     def _damaged(self, why: str) -> SamplerError:
         why = self._store.other_format(self._path, "npy") or why
         return SamplerError(f"{self._store.name(self._path)}: cannot be read as .npy: {why}")
-
-
-def _strides(shape: tuple[int, ...], itemsize: int, in_fortran_order: bool) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for size in shape if in_fortran_order else reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(strides if in_fortran_order else reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +232,15 @@ class _Unpacked:
 
     def __init__(self, array: Array, packing: Packing) -> None:
         self._array, self._packing = array, packing
-        self.shape, self.dtype = array.shape, packing.dtype
+        self.layout = array.layout._replace(dtype=packing.dtype)
         self.attribute, self.close = array.attribute, array.close
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._packing.unpack(self._array.read(box))
+
+    def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
+        cells, needed = self._array.cut(window, starts, pieces)
+        return self._packing.unpack(cells), needed
 
 
 def packing_of(attribute: Callable[[str], Any], dtype: np.dtype[Any], name: str) -> Packing | None:

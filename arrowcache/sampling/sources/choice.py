@@ -16,8 +16,12 @@ class Choice:
         self._ends = np.cumsum(np.asarray(weights, np.float64))
 
     def draw(self, rng: np.random.Generator) -> int:
-        at = np.searchsorted(self._ends, rng.random() * self._ends[-1], side="right")
-        return min(int(at), len(self._ends) - 1)  # the product may round up to the end
+        return int(self.draw_many(rng, 1)[0])
+
+    def draw_many(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        at = np.searchsorted(self._ends, rng.random(count) * self._ends[-1], side="right")
+        chosen: NDArray[np.int64] = np.minimum(at, len(self._ends) - 1)  # the product may round up to the end
+        return chosen
 
 
 def parse_weights(weights: Sequence[float], names: Sequence[str]) -> list[float]:

@@ -7,7 +7,9 @@ that fail in the store. HDF5 looks for its metadata in many small reads, so they
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import h5py
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile, names_in
+from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_pieces, strides_of
 
 T = TypeVar("T")
 
@@ -23,17 +26,17 @@ _BUFFER_BYTES = 64 << 10
 
 
 class Hdf5Array:
-    """A dataset of an open file.
+    """A dataset of an open file. HDF5 reads in one thread at a time.
 
     Raises: FileNotFoundError: no such file. ValueError: no dataset of that name. SamplerError: not HDF5.
     """
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    layout: Layout
 
     def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
         self._store, self._path, self._name = store, path, name
         self._remote: StoreFile | None = None
+        self._lock = threading.RLock()
         if not store.is_local:
             self._remote = StoreFile(store, path)
             file: Any = io.BufferedReader(self._remote, _BUFFER_BYTES)
@@ -43,13 +46,18 @@ class Hdf5Array:
         self._file: Any = self._run(lambda: h5py.File(file, "r", locking="best-effort"))
         try:
             self._dataset = self._run(lambda: self._find(inner))
-            self.shape, self.dtype = self._dataset.shape, self._dataset.dtype
+            self.layout = self._run(lambda: _layout(self._dataset))
         except BaseException:
             self.close()
             raise
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._run(lambda: np.asarray(self._dataset[tuple(box)]))
+
+    def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
+        if self.layout.chunks is not None:
+            return from_pieces(self.layout, window, starts, self.read, pieces)
+        return np.stack([self.read(window.box(start)) for start in starts.tolist()]), set()
 
     def attribute(self, name: str) -> Any:
         return self._run(lambda: self._dataset.attrs.get(name))
@@ -77,9 +85,26 @@ class Hdf5Array:
 
     def _run(self, read: Callable[[], T]) -> T:
         try:
-            return read()
+            with self._lock:
+                return read()
         except (OSError, RuntimeError, KeyError) as error:
             if self._remote is not None and self._remote.error is not None:
                 raise self._remote.error from None
             why = self._store.other_format(self._path, "HDF5") or " ".join(str(error).split())
             raise SamplerError(f"{self._name}: cannot be read as HDF5: {why}") from None
+
+
+def _layout(dataset: Any) -> Layout:
+    strides = strides_of(dataset.shape, dataset.dtype.itemsize)
+    names = tuple(_axis_name(dataset, axis) for axis in range(len(dataset.shape)))
+    return Layout(dataset.shape, dataset.dtype, dataset.chunks, strides, names)
+
+
+def _axis_name(dataset: Any, axis: int) -> str | None:
+    """The name of an axis: of its dimension scale, as netCDF-4 has it, or its label."""
+    with suppress(OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # others' files
+        attached = dataset.dims[axis]
+        scale = dataset if dataset.is_scale else attached[0] if len(attached) else None
+        name: str = attached.label if scale is None else scale.name.rpartition("/")[2]
+        return name or None
+    return None

@@ -30,7 +30,8 @@ class Map(Source):
         source: a source, or any sampler.
         function: takes a sample, or a sample and a generator of its own if it has two parameters: all its
             randomness must come from that. Returns a sample; it may change its argument, but not the arrays
-            in it. It runs in the thread that reads, if the source yields reads.
+            in it. If the source yields reads, or plans, it runs in the threads that read, several
+            at a time.
         schema: schema of its results. None means that of the first sample, drawn here. A ragged
             field cannot be inferred from one sample.
     Raises: TypeError: not a function. Errors of the source or the function.
@@ -69,6 +70,18 @@ class Map(Source):
         return changed
 
     @property
+    def plan_reads(self) -> Callable[[np.random.Generator, int], Iterator[Read]] | None:  # type: ignore[override]  # never set here
+        return None if getattr(self._source, "plan_reads", None) is None else self._planned
+
+    @property
+    def plans_exactly(self) -> bool:  # type: ignore[override]  # never set here
+        return getattr(self._source, "plans_exactly", True)
+
+    def _planned(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
+        for read in self._source.plan_reads(rng, rows):  # type: ignore[attr-defined]  # one that plans
+            yield partial(self._read, read, self._own(rng))
+
+    @property
     def drawn(self) -> str:  # type: ignore[override]  # never set here
         return getattr(self._source, "drawn", "")
 
@@ -80,13 +93,16 @@ class Map(Source):
         samples = single(self._source(rng), rng)
         try:
             for sample in samples:
-                own = rng.spawn(1) if self._with_rng else []
+                own = self._own(rng)
                 yield partial(self._read, sample, own) if is_read(sample) else self._changed(sample, own)
         finally:
             samples.close()
 
+    def _own(self, rng: np.random.Generator) -> list[np.random.Generator]:
+        return rng.spawn(1) if self._with_rng else []
+
     def _read(self, read: Read, own: list[np.random.Generator]) -> Mapping[str, Any]:
-        values = values_of(read)
+        values, own = values_of(read), copy.deepcopy(own)  # it may be tried again
         if not isinstance(values, Rows):
             return self._changed(values, own)
         changed = [self._changed(sample, own) for sample in values.split()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
 from arrowcache.lifetimes import call_all
-from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Sampler, single, yielded_nothing
+from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Read, Sampler, single, yielded_nothing
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 
@@ -81,6 +82,24 @@ class Mix(Source):
                     yield sample
         finally:
             call_all(stream.close for stream in streams)
+
+    @property
+    def plan_reads(self) -> Callable[[np.random.Generator, int], Iterator[Read]] | None:  # type: ignore[override]  # never set here
+        """A plan of shares, as they come by chance. None if a source does not plan, or one may be left out.
+
+        Nor with a schema of variable length: a segment that is full before would lack the last source.
+        """
+        plans = all(
+            getattr(source, "plan_reads", None) is not None and getattr(source, "plans_exactly", True)
+            for source in self._sources
+        )
+        return self._planned if plans and not self._skips and not self.schema.variable else None
+
+    def _planned(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
+        shares = rng.multinomial(rows, np.array(self._weights) / math.fsum(self._weights))
+        for source, share in zip(self._sources, shares.tolist(), strict=True):
+            if share:
+                yield from source.plan_reads(rng, share)  # type: ignore[attr-defined]  # one that plans
 
     def close(self) -> None:
         for source in self._sources:

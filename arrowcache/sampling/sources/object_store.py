@@ -97,6 +97,32 @@ class ObjectStore:
         """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
         return self.run(lambda: read_at(file, nbytes, start), path)
 
+    def fetch(self, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """Read a file that is not open, or bytes of it, with retries. Thread-safe.
+
+        Of a file system of fsspec that is one request. pyarrow's asks for the file's size first.
+        A start below zero is counted from the file's end.
+        Raises: as `Retries.run`.
+        """
+        return self.run(lambda: self._fetch(path, start, nbytes), path)
+
+    def _fetch(self, path: str, start: int, nbytes: int | None) -> bytes:
+        if self.fsspec is None:
+            with self.open(path) as file:
+                start = start if start >= 0 else max(0, file.size() + start)
+                return read_at(file, file.size() - start if nbytes is None else nbytes, start)
+        if nbytes is None and not start:
+            whole: bytes = self.fsspec.cat_file(path)
+            return whole
+        data: bytes = self.fsspec.cat_file(path, start, None if nbytes is None else start + nbytes)
+        return data if nbytes is None else _whole(data, nbytes)
+
+    @property
+    def fsspec(self) -> Any | None:
+        """The file system, if it is of fsspec."""
+        handler = getattr(self.filesystem, "handler", None)
+        return handler.fs if isinstance(handler, fs.FSSpecHandler) else None
+
     def is_file(self, path: str) -> bool:
         """Ask the store, with retries. Raises: PermissionError, OSError."""
         return bool(self.run(lambda: self.filesystem.get_file_info(path), path).is_file)
@@ -189,6 +215,10 @@ class StoreFile(io.RawIOBase):
 def read_at(file: NativeFile, nbytes: int, start: int) -> bytes:
     """Read bytes of an open file, all of them. Raises: OSError: also if fewer came."""
     data: bytes = file.read_at(nbytes, start)
+    return _whole(data, nbytes)
+
+
+def _whole(data: bytes, nbytes: int) -> bytes:
     if len(data) != nbytes:
         raise OSError(f"{len(data)} bytes came of {nbytes}")
     return data

@@ -7,8 +7,10 @@ and a missing column are errors then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pyarrow import acero
+from pyarrow import NativeFile, acero
 
 from arrowcache.arrow.expression import REPLACE_IT, reason_of, shown, type_of
 from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields, values_of
@@ -25,7 +27,8 @@ from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
-from arrowcache.sampling.retries import Retries
+from arrowcache.sampling.reads import Read
+from arrowcache.sampling.retries import Retries, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.handles import Handles
@@ -35,15 +38,55 @@ from arrowcache.units import parse_count
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _MOST_OPEN = 128  # files, with their footers
+_READ_BYTES = 8 << 20  # of the rows of a read
 _MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 
 
 class _RowGroup(NamedTuple):
-    """A row group: the number of its file, its number in the file, its rows."""
+    """A row group: the number of its file, its number in the file, its rows, and about their bytes."""
 
     file: int
     number: int
     rows: int
+    nbytes: int
+
+
+class _Drawn(NamedTuple):
+    """The columns of a row group, and the numbers of the rows that were drawn from them."""
+
+    columns: dict[str, NDArray[Any] | pa.Array]
+    rows: NDArray[np.int64]
+
+
+class _Empty:
+    """The number of row groups, since one of which the filter kept a row."""
+
+    count = 0
+
+
+class _Once:
+    """Rows drawn from a row group, for reads of pieces of them: the first one reads it, the others wait.
+
+    So of large row groups fewer are read at a time.
+    """
+
+    def __init__(self, draw: Callable[[], _Drawn]) -> None:
+        self._draw, self._lock = draw, threading.Lock()
+        self._drawn: _Drawn | None = None
+        self.users = 0
+
+    def get(self) -> _Drawn:
+        with self._lock:
+            if self._drawn is None:
+                self._drawn = self._draw()
+            return self._drawn
+
+    def leave(self) -> None:
+        """Note that a read is done; after the last one nothing is kept."""
+        with self._lock:
+            self.users -= 1
+            if not self.users:
+                self._drawn = None
 
 
 class ParquetRows(Source):
@@ -68,6 +111,7 @@ class ParquetRows(Source):
         the file. SamplerError: a file that is no Parquet. ValueError: no row, or the filter leaves no row
         group; an argument that does not fit.
 
+    A pool reads as many row groups at a time as it has `reads`, of large ones fewer.
     Whole row groups come at once, so a pool's first segments are full ones; not with rows_per_group, where a
     full segment takes many reads.
 
@@ -98,6 +142,7 @@ class ParquetRows(Source):
         )
         self.ramp = rows_per_group is not None
         self._filter = filter
+        self.plans_exactly = filter is None
         self._fill = dict(fill or {})
         self._kept: Handles[_Open] = Handles(_MOST_OPEN)
         self._store, paths = locate(uri, filesystem, retries)
@@ -109,10 +154,11 @@ class ParquetRows(Source):
         for file, footer in zip(self._names(), footers, strict=True):
             _require_fill(file, footer.fields, self._fill)
         self._piece_rows = max(1, Limits.current.parquet_bytes // row_bytes(self.schema))
+        is_variable = bool(self.schema.variable)
         self._groups = [
-            _RowGroup(file, number, rows)
+            _RowGroup(file, number, rows, max(rows * row_bytes(self.schema), nbytes * is_variable))
             for file, footer in enumerate(footers)
-            for number, rows in footer.groups
+            for number, rows, nbytes in footer.groups
             if rows
         ]
         if not self._groups:
@@ -133,17 +179,27 @@ class ParquetRows(Source):
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Rows]:
         """Draw rows, some of one row group at a time, in random order."""
-        empty = 0
+        empty = _Empty()
         for group, taken in self._parts(rng):
-            table = self._read(group)
-            rows = self._draw(rng, group, taken, table.num_rows)
-            empty = empty + 1 if table.num_rows == 0 else 0
-            if empty == _MOST_EMPTY:
-                raise SamplerError(
-                    f"{self._names()[group.file]}: the last of {empty} row groups in a row of which the "
-                    f"filter {self._filter} keeps no row; use one that keeps more"
-                )
-            yield from self._pieces(group, table, rows)
+            drawn = self._drawn(rng, group, taken, empty)
+            for first in range(0, len(drawn.rows), self._piece_rows):
+                yield self._piece(group, drawn, first, first + self._piece_rows)
+
+    def plan_reads(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
+        """Yield reads of row groups that give so many rows together; without end if there is a filter."""
+        empty = _Empty()
+        for group, taken in self._parts(rng):
+            if self.plans_exactly:
+                taken = min(taken, rows)
+                rows -= taken
+            # A number, and no generator of its own: what is tried again draws the same.
+            once = _Once(partial(self._drawn_anew, int(rng.integers(1 << 63)), group, taken, empty))
+            most = max(1, _READ_BYTES // max(1, group.nbytes // group.rows))
+            once.users = -(-taken // most)
+            for first in range(0, taken, most):
+                yield partial(self._read_piece, once, group, first, first + most)
+            if not rows:
+                return
 
     def close(self) -> None:
         self._kept.close()
@@ -173,19 +229,45 @@ class ParquetRows(Source):
             return rng.permutation(found)
         return rng.choice(found, taken, replace=False)
 
-    def _pieces(self, group: _RowGroup, table: pa.Table, rows: NDArray[np.int64]) -> Iterator[Rows]:
-        """Yield rows of a row group in the given order, in pieces."""
+    def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
+        """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
+        table = self._read(group)
+        empty.count = empty.count + 1 if table.num_rows == 0 else 0
+        if empty.count >= _MOST_EMPTY:
+            raise settled(
+                SamplerError(
+                    f"{self._names()[group.file]}: the last of {empty.count} row groups in a row of which "
+                    f"the filter {self._filter} keeps no row; use one that keeps more"
+                )
+            )
+        rows = self._draw(rng, group, taken, table.num_rows)
+        with self._naming(group):
+            return _Drawn({name: self._column(name, table.column(name)) for name in self.schema}, rows)
+
+    def _drawn_anew(self, seed: int, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
+        return self._drawn(np.random.default_rng(seed), group, taken, empty)
+
+    def _read_piece(self, once: _Once, group: _RowGroup, first: int, last: int) -> Rows:
+        rows = self._piece(group, once.get(), first, last)
+        once.leave()
+        return rows
+
+    def _piece(self, group: _RowGroup, drawn: _Drawn, first: int, last: int) -> Rows:
+        """Return some of the rows that were drawn, in their order."""
+        rows, piece = Rows(), drawn.rows[first:last]
+        with self._naming(group):
+            for name, column in drawn.columns.items():
+                if isinstance(column, np.ndarray):
+                    rows[name] = np.take(column, piece, axis=0)
+                else:
+                    rows[name] = values_of(name, column.take(pa.array(piece)), self.schema[name])
+        return rows
+
+    @contextmanager
+    def _naming(self, group: _RowGroup) -> Iterator[None]:
+        """Name the file in the error of a value."""
         try:
-            columns = {name: self._column(name, table.column(name)) for name in self.schema}
-            for start in range(0, len(rows), self._piece_rows):
-                piece = rows[start : start + self._piece_rows]
-                samples = Rows()
-                for name, column in columns.items():
-                    if isinstance(column, np.ndarray):
-                        samples[name] = np.take(column, piece, axis=0)
-                    else:
-                        samples[name] = values_of(name, column.take(pa.array(piece)), self.schema[name])
-                yield samples
+            yield
         except (SchemaError, pa.ArrowException) as error:
             raise SchemaError(f"{self._names()[group.file]}: {error}") from None
 
@@ -216,11 +298,8 @@ class ParquetRows(Source):
             return _Open(self._store, file, list(self.schema), self._filter)
 
         def read() -> pa.Table:
-            try:
-                return self._kept.get(group.file, make).read(group.number)
-            except BaseException:
-                self._kept.drop(group.file)
-                raise
+            with self._kept.use(group.file, make) as opened:
+                return opened.read(group.number)
 
         try:
             return self._store.run(read, file.path)
@@ -235,10 +314,10 @@ class ParquetRows(Source):
 
 
 class _Footer(NamedTuple):
-    """The needed part of a file's footer: its fields, and (number, rows) of the row groups to draw from."""
+    """The needed part of a file's footer: its fields; number, rows and bytes of row groups to draw from."""
 
     fields: pa.Schema
-    groups: list[tuple[int, int]]
+    groups: list[tuple[int, int, int]]
 
 
 def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | None) -> _Footer:
@@ -255,12 +334,16 @@ def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | Non
             ) from None
         with suppress(pa.ArrowException):  # of a column of views: what statistics say cannot be asked
             fragment = fragment.subset(condition)
-    return _Footer(fields, [(group.id, group.num_rows) for group in fragment.row_groups])
+    return _Footer(
+        fields, [(group.id, group.num_rows, group.total_byte_size) for group in fragment.row_groups]
+    )
 
 
 class _Open:
-    """An open file, with its footer.
+    """An open file, with its footer, from which several threads read at a time.
 
+    Each read has a ParquetFile of its own, which is not thread-safe: it takes 20 us. A file of a file system
+    in Python reads one piece at a time, so it is opened anew.
     Not a fragment of pyarrow.dataset, which takes twice the time for a small row group, and whose threads
     read where no others may: they would still hold a file of a file system in Python as the process ends.
     """
@@ -268,24 +351,31 @@ class _Open:
     def __init__(
         self, store: ObjectStore, file: ListedFile, names: list[str], condition: pc.Expression | None
     ) -> None:
-        self._name, self._names, self._condition = store.name(file.path), names, condition
-        self._in_threads = not store.is_in_python
+        self._names, self._condition, self._store, self._path = names, condition, store, file.path
         self._file = store.open(file.path)
-        self._parquet = pq.ParquetFile(self._file, pre_buffer=self._in_threads)
+        parquet = pq.ParquetFile(self._file)
+        self._metadata = parquet.metadata
         self._read_names = names
         if condition is not None:
-            self._read_names = names + _needed(condition, self._parquet.schema_arrow, names)
+            self._read_names = names + _needed(condition, parquet.schema_arrow, names)
 
     def read(self, number: int) -> pa.Table:
-        table = self._parquet.read_row_group(number, columns=self._read_names, use_threads=self._in_threads)
+        if not self._store.is_in_python:
+            return self._read(self._file, number, in_threads=True)
+        with self._store.open(self._path) as file:
+            return self._read(file, number, in_threads=False)
+
+    def _read(self, file: NativeFile, number: int, *, in_threads: bool) -> pa.Table:
+        parquet = pq.ParquetFile(file, metadata=self._metadata, pre_buffer=in_threads)
+        table = parquet.read_row_group(number, columns=self._read_names, use_threads=in_threads)
         if self._condition is None:
             return table
         try:
             return _filtered(table, self._condition).select(self._names)
         except pa.ArrowException as error:
             raise SchemaError(
-                f"{self._name}: the filter {shown(self._condition)} does not fit some row of row group "
-                f"{number}: {reason_of(error)}; {REPLACE_IT}"
+                f"{self._store.name(self._path)}: the filter {shown(self._condition)} does not fit some row "
+                f"of row group {number}: {reason_of(error)}; {REPLACE_IT}"
             ) from None
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Closable
-from arrowcache.sampling.reads import is_read, single, values_of
+from arrowcache.sampling.reads import Read, is_read, single, values_of
 from arrowcache.sampling.rows import Rows
 
 
@@ -46,6 +46,14 @@ class Source(Closable, ABC):
 
     drawn: str = ""
     """The sample that was drawn last, in words, for the error of one that does not fit."""
+
+    plan_reads: Callable[[np.random.Generator, int], Iterator[Read]] | None = None
+    """Yields reads, of the same distribution as the samples of a call, which give as many rows together as it
+    is asked for. So a segment's rows are drawn at once, and fetched in the order and in the pieces in which
+    they lie in the store. None: it draws one by one."""
+
+    plans_exactly: bool = True
+    """False: a plan does not know how many rows its reads will give, and goes on without end."""
 
     @abstractmethod
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import in_child
 from pyarrow import fs
@@ -136,18 +139,25 @@ class Thing:
 
 def test_what_was_not_used_for_longest_is_closed_first():
     kept: Handles[Thing] = Handles(2)
-    first, second = kept.get(1, Thing), kept.get(2, Thing)
-    assert kept.get(1, Thing) is first
-    third = kept.get(3, Thing)
+
+    def opened(key: int, of: Handles[Thing] = kept) -> Thing:
+        with of.use(key, Thing) as thing:
+            assert not thing.closed
+            return thing
+
+    first, second = opened(1), opened(2)
+    assert opened(1) is first
+    third = opened(3)
     assert (first.closed, second.closed, third.closed) == (False, True, False)
-    kept.drop(1)
-    kept.drop(1)
+    with pytest.raises(OSError, match="reset"), kept.use(1, Thing):
+        raise OSError("reset")
     assert first.closed
+    assert opened(1) is not first
     copy = pickle.loads(pickle.dumps(kept))
-    assert copy.get(3, Thing) is not third
+    assert opened(3, copy) is not third
 
     def body() -> None:
-        assert kept.get(3, Thing) is not third
+        assert opened(3) is not third
         kept.close()
         assert not third.closed
 
@@ -157,10 +167,38 @@ def test_what_was_not_used_for_longest_is_closed_first():
     assert third.closed
 
 
+def test_what_a_thread_uses_is_closed_after_it_and_made_once():
+    kept: Handles[Thing] = Handles(1)
+    made: list[Thing] = []
+    both_use, one_has_ended = threading.Barrier(2), threading.Event()
+
+    def make() -> Thing:
+        made.append(Thing())
+        return made[-1]
+
+    def use(wait: bool) -> bool:
+        with kept.use(1, make) as thing:
+            both_use.wait(60)
+            if wait:
+                one_has_ended.wait(60)
+            return thing.closed
+
+    with ThreadPoolExecutor(2) as pool:
+        long, short = pool.submit(use, True), pool.submit(use, False)
+        assert not short.result()
+        with kept.use(2, Thing):  # in the first one's place
+            assert not made[0].closed
+        kept.close()
+        one_has_ended.set()
+        assert not long.result()
+    assert len(made) == 1
+    assert made[0].closed
+
+
 def test_a_draw_at_the_end_of_the_range_is_the_last_choice():
     class Last:
-        def random(self) -> float:
-            return 1 - 2**-53
+        def random(self, count: int) -> np.ndarray:
+            return np.full(count, 1 - 2**-53)
 
     assert Choice([0.1] * 10).draw(Last()) == 9  # type: ignore[arg-type]
     assert Choice([3.0]).draw(Last()) == 0  # type: ignore[arg-type]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import gzip
+import json
 import struct
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from drawing import require_pure, take
+from drawing import planned, require_pure, take
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -377,7 +378,7 @@ def test_what_is_not_there_is_an_error_that_names_it(tmp_path):
         ArrayWindows(uri.replace("group/x", "y"), (1,))
     with pytest.raises(ValueError, match=r"all\.h5: say which dataset; the file has #group/x"):
         ArrayWindows(tmp_path / "all.h5", (1,))
-    with pytest.raises(FileNotFoundError, match=r"no array of Zarr v3.*nothing"):
+    with pytest.raises(FileNotFoundError, match=r"no array of Zarr.*nothing"):
         ArrayWindows(tmp_path / "nothing", (1,))
 
 
@@ -408,23 +409,76 @@ def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):
     folder = tmp_path / "all.zarr" / "x"
     chunk = folder / "c" / "0" / "0" / "0"
     chunk.write_bytes(b"nothing of the kind")
-    with source, pytest.raises(SamplerError, match=r"all\.zarr#x: cannot be read as Zarr v3"):
+    with source, pytest.raises(SamplerError, match=r"all\.zarr#x: cannot be read as Zarr"):
         take(source, 1)
     (folder / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
-    with pytest.raises(SamplerError, match=r"all\.zarr#x: cannot be read as Zarr v3"):
+    with pytest.raises(SamplerError, match=r"all\.zarr#x: cannot be read as Zarr"):
         ArrayWindows(uri, (1,))
 
 
-def test_zarr_v2_is_refused(tmp_path):
+@pytest.mark.parametrize("code", ["pickle", "json2", "msgpack2", "vlen-utf8", "no such"])
+@pytest.mark.parametrize("where", ["compressor", "filters"])
+def test_codecs_of_zarr_v2_that_may_run_code_are_refused(tmp_path, code, where):
+    uri = version_2(tmp_path)
+    described = json.loads((tmp_path / "x.zarr" / ".zarray").read_text())
+    described[where] = (
+        {"id": code} if where == "compressor" else [{"id": "delta", "dtype": "<i4"}, {"id": code}]
+    )
+    (tmp_path / "x.zarr" / ".zarray").write_text(json.dumps(described))
+    with pytest.raises(SamplerError, match=rf"x\.zarr: .*version 2, and its codec '{code}'.*; convert it"):
+        ArrayWindows(uri, (1,))
+
+
+def version_2(folder: Path, **options) -> str:
     zarr = pytest.importorskip("zarr", "3.0")
-    zarr.create_array(tmp_path / "x.zarr", shape=(10,), chunks=(5,), dtype="int32", zarr_format=2)
+    given = {
+        "shape": (20, 6),
+        "chunks": (5, 4),
+        "dtype": "int32",
+        "zarr_format": 2,
+        "fill_value": 7,
+        **options,
+    }
+    array = zarr.create_array(folder / "x.zarr", **given)
+    array[:15] = np.arange(90).reshape(15, 6)
+    array.attrs["_ARRAY_DIMENSIONS"] = ["time", "x"]
+    return str(folder / "x.zarr")
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_zarr_v2_is_read(tmp_path, number):
+    numcodecs = pytest.importorskip("numcodecs")
+    options = [
+        {}, {"compressors": None}, {"compressors": numcodecs.Zlib(1), "dtype": ">f4"}, {"order": "F"},
+        {"compressors": numcodecs.Blosc(), "filters": [numcodecs.Delta("<i4")]},
+        {"chunk_key_encoding": {"name": "v2", "separator": "/"}},
+    ][number]  # fmt: skip
+    uri = version_2(tmp_path, **options)
+    array = np.full((20, 6), 7)
+    array[:15] = np.arange(90).reshape(15, 6)
+    with ArrayWindows(uri, (3, 2), where={"time": slice(4, None)}, with_position=True) as source:
+        rows = planned(source, 100)
+        for sample in take(source, 20) + [{name: rows[name][at] for name in rows} for at in range(100)]:
+            x, y = sample["position"].tolist()
+            assert np.array_equal(sample["data"], array[x : x + 3, y : y + 2])
+        assert rows["position"][:, 0].min() == 4
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize("is_consolidated", [False, True])
+def test_arrays_of_a_group_of_zarr_v2_are_found_by_their_names(tmp_path, is_consolidated):
+    zarr = pytest.importorskip("zarr", "3.0")
     group = zarr.open_group(tmp_path / "group", mode="w", zarr_format=2)
-    group.create_array("x", shape=(10,), chunks=(5,), dtype="int32")
-    for uri in ("x.zarr", "x.zarr#x", "x.zarr/x", "group", "group#x", "group#y", "group/x"):
-        with pytest.raises(
-            FileNotFoundError, match=r"no array of Zarr v3: it is Zarr version 2.*: convert it"
-        ):
-            ArrayWindows(f"{tmp_path}/{uri}", (1,))
+    for name in ("signal", "sub/label"):
+        group.create_array(name, data=np.arange(4, dtype="int32"), chunks=(2,))
+    if is_consolidated:
+        zarr.consolidate_metadata(group.store)
+    for uri in ("group#sub/label", "group/sub#label", "group/sub/label", "group#signal"):
+        assert take(ArrayWindows(f"{tmp_path}/{uri}", (4,)), 1)[0]["data"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(SamplerError, match="a group: say which array; it has #signal, #sub/label"):
+        ArrayWindows(tmp_path / "group", (1,))
+    with pytest.raises(FileNotFoundError, match="no array 'sginal' of Zarr: did you mean #signal"):
+        ArrayWindows(f"{tmp_path}/group#sginal", (1,))
 
 
 @pytest.fixture
@@ -455,14 +509,14 @@ def hierarchy(tmp_path):
         ("a.zarr#sub", "a group: say which array; it has #sub/label, #sub/deeper/mask"),
         ("a.zarr/sub", "a group: say which array; it has #label, #deeper/mask"),
         ("a.zarr#empty", "a group: say which array; it has none"),
-        ("a.zarr#sginal", "no array 'sginal' of Zarr v3: did you mean #signal"),
-        ("a.zarr/sginal", "no array 'sginal' of Zarr v3: did you mean #signal"),
-        ("b#signals", "no array 'signals' of Zarr v3: did you mean #signal"),
-        ("a.zarr#sub/lable", "no array 'sub/lable' of Zarr v3: did you mean #sub/label"),
-        ("a.zarr/sub#lable", "no array 'lable' of Zarr v3: did you mean #label"),
-        ("a.zarr#MASK", "no array 'MASK' of Zarr v3: did you mean #sub/deeper/mask"),
+        ("a.zarr#sginal", "no array 'sginal' of Zarr: did you mean #signal"),
+        ("a.zarr/sginal", "no array 'sginal' of Zarr: did you mean #signal"),
+        ("b#signals", "no array 'signals' of Zarr: did you mean #signal"),
+        ("a.zarr#sub/lable", "no array 'sub/lable' of Zarr: did you mean #sub/label"),
+        ("a.zarr/sub#lable", "no array 'lable' of Zarr: did you mean #label"),
+        ("a.zarr#MASK", "no array 'MASK' of Zarr: did you mean #sub/deeper/mask"),
         ("c.h5#Mask", "no dataset 'Mask'; did you mean #sub/deeper/mask"),
-        ("a.zarr#nothing/alike", "no array 'nothing/alike' of Zarr v3: .*a.zarr has #signal, #sub/label"),
+        ("a.zarr#nothing/alike", "no array 'nothing/alike' of Zarr: .*a.zarr has #signal, #sub/label"),
         ("c.h5", "say which dataset; the file has #none, #signal, #sub/deeper/mask, #sub/label"),
         ("c.h5#sub", "'sub' is a group: say which dataset; the file has #sub/deeper/mask, #sub/label"),
         ("c.h5#sginal", "no dataset 'sginal'; did you mean #signal"),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Origin
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start
-from arrowcache.sampling.retries import Retries, settled
+from arrowcache.sampling.retries import Retries, is_fault, settled
 from arrowcache.sampling.rows import Rows
 
 Values = Mapping[str, Any]
@@ -73,10 +73,21 @@ class _Ready(NamedTuple):
 
 
 class _Raised(NamedTuple):
-    """An exception of the sampler, behind reads."""
+    """An exception of the sampler, or of a sample that it cannot give, behind reads."""
 
     error: Exception
     drawn: str
+    is_of_sample: bool = False
+
+
+class Fault:
+    """A read that raises. A sampler that goes on yields it in place of a sample that it cannot give."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self) -> NoReturn:
+        raise self.error
 
 
 class _Held:
@@ -169,10 +180,20 @@ class Samples:
     Args:
         sampler: called with `rng`, and called again whenever it ends.
         most_bytes: of results that wait.
+        skips: faults of single samples are given in their places, not raised.
     """
 
-    def __init__(self, sampler: Sampler, rng: np.random.Generator, threads: Threads, most_bytes: int) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        rng: np.random.Generator,
+        threads: Threads,
+        most_bytes: int,
+        *,
+        skips: bool = False,
+    ) -> None:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
+        self._skips = skips
         self.are_divided = getattr(sampler, "is_divided", False)
         self._yielded: Iterator[Any] | None = None  # of the call at work
         self._entries: deque[_Pending | _Ready | _Raised | None] = deque()  # None: the end of a call
@@ -187,8 +208,8 @@ class Samples:
         """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
         return getattr(self._sampler, "drawn", "") if self._drawn is None else self._drawn
 
-    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | None:
-        """Return the next sample, or None once a call of the sampler has ended.
+    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | Exception | None:
+        """Return the next sample, or its fault, or None once a call of the sampler has ended.
 
         Args:
             wanted_rows: rows that the task has room for. Reads are begun for about so many.
@@ -238,7 +259,7 @@ class Samples:
                 _held.add(-entry.held_bytes)
         self._reads = self._ready = 0
         yielded, self._yielded = self._yielded, None
-        _of_thread.is_closing = True
+        _of_thread.skips, _of_thread.is_closing = False, True
         try:
             _close(yielded)
         finally:
@@ -260,22 +281,26 @@ class Samples:
     def _go_on(self) -> None:
         """Take one thing more from the sampler, into the queue."""
         try:
+            _of_thread.skips = self._skips
             if self._yielded is None:
                 self._yielded, self._is_stuck = _called(self._sampler, self._rng), True
             sample = next(self._yielded)
             if isinstance(sample, Mapping):
                 self._entries.append(_Ready(sample, self._named() if self._entries else None))
                 self._ready += 1
+            elif isinstance(sample, Fault):
+                self._entries.append(_Raised(sample.error, self._named(), is_of_sample=True))
             elif is_read(sample):
                 require_bound(sample, self._yielded, self._rng)
                 self._begin(sample)
             else:
-                raise settled(
-                    SamplerError(
-                        "a sampler must yield mappings of field names to values, or callables that return "
-                        f"such, not {type(sample).__name__}"
-                    )
+                wrong = SamplerError(
+                    "a sampler must yield mappings of field names to values, or callables that return "
+                    f"such, not {type(sample).__name__}"
                 )
+                if sample is not None:
+                    raise settled(wrong)
+                self._entries.append(_Raised(settled(wrong, is_fault=True), self._named(), is_of_sample=True))
             self._is_stuck = False
         except StopIteration:
             self._yielded = None
@@ -296,7 +321,7 @@ class Samples:
         self._entries.append(pending)
         self._reads += 1
 
-    def _taken(self) -> Values | None:
+    def _taken(self) -> Values | Exception | None:
         entry = self._entries.popleft()
         self._was_read, self._drawn = isinstance(entry, _Pending), None
         if entry is None:
@@ -310,8 +335,14 @@ class Samples:
             _held.add(-entry.held_bytes)
             if entry.error is None:
                 return entry.values  # type: ignore[no-any-return]
+            error = entry.error
+        elif entry.is_of_sample:
+            error = entry.error
+        else:
             raise entry.error
-        raise entry.error
+        if self._skips and isinstance(error, Exception) and is_fault(error):
+            return error
+        raise error
 
 
 def single(samples: Iterable[Any], rng: np.random.Generator) -> Generator[Any, None, None]:
@@ -351,8 +382,22 @@ def values_of(read: Read) -> Values:
         return values
     what = "another callable" if callable(values) else type(values).__name__
     raise settled(
-        SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}")
+        SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}"),
+        is_fault=values is None,
     )
+
+
+def made_or_fault(make: Callable[[], Values]) -> Values | Fault:
+    """Return a sample that a source makes, or in a task that leaves it out, its fault: the source goes on.
+
+    Raises: what `make` raises.
+    """
+    try:
+        return make()
+    except Exception as error:
+        if getattr(_of_thread, "skips", False) and is_fault(error):
+            return Fault(error)
+        raise
 
 
 def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:

@@ -673,6 +673,8 @@ def new_node_setting(**options: Any) -> Proof:
 
 RAY = "adapters/test_ray.py"
 READS = "multiprocess/test_reads.py::test_a_pool_publishes_the_same_tasks_by_reads"
+SKIPPED = "unit/sampling/test_skipped.py::test_without_skip_the_first_one_fails_its_task"
+LEFT_OUT = "test_items_that_cannot_be_had_are_left_out_and_tasks_without_any_are_done"
 SHARE = "test_each_node_gets_a_share_of_what_a_local_pool_would_publish"
 FAILING = "test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on"
 WRONG = "test_a_wrong_argument_fails_in_the_constructor"
@@ -798,6 +800,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "progress": proves_bar,
             "every_rank": proves_every_rank,
             "reads": proved_in(f"{READS}::reads"),
+            "on_error": proved_in(f"{SKIPPED}::on_error"),
         },
     ),
     "Cache.create": (
@@ -866,6 +869,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "options": proved_in(f"{RAY}::{WRONG}::options"),
             "progress": proved_in(f"{RAY}::{WRONG}::progress"),
             "reads": proved_in(f"{RAY}::{WRONG}::reads"),
+            "on_error": proved_in(f"{RAY}::{LEFT_OUT}::on_error"),
         },
     ),
 }

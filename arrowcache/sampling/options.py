@@ -14,7 +14,7 @@ from arrowcache.storage.layout import TASK_NAME
 from arrowcache.units import parse_count
 
 _MOST_SEED_BITS = 128
-_MOST_READS = 1024  # threads of a worker
+MOST_READS = 1024  # threads of a worker
 
 
 ON_ERROR = ("raise", "skip")
@@ -59,7 +59,7 @@ class PoolOptions:
             raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
         keep = partial(object.__setattr__, self)
         keep("workers", parse_count(self.workers, "workers"))
-        keep("reads", parse_count(self.reads, "reads", most=_MOST_READS))
+        keep("reads", parse_count(self.reads, "reads", most=MOST_READS))
         keep("seed", parse_count(self.seed, "seed", least=0, most=None))
         if self.seed.bit_length() > _MOST_SEED_BITS:
             raise ValueError(

@@ -4,7 +4,8 @@
         for key in rng.permutation(keys):
             yield partial(read, key)  # read(key) runs in one of `reads` threads
 
-`Samples` runs one task's sampler, and gives its samples; `Threads` runs the reads of one worker's tasks.
+`Samples` runs one task's sampler, and gives its samples; `Threads` runs the reads of one worker's tasks, or
+whatever calls somebody has to make many of.
 Guarantees: the sampler alone draws from `rng`, in the task's thread, in which it is closed, too. Samples
 come in the order of yielding: a task has the same rows whatever `reads` is, and whichever read is slow, fails
 or is tried again. Results that wait take about the bytes of a segment, of all tasks of a process together,
@@ -19,9 +20,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from queue import Empty, SimpleQueue
 from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -37,17 +39,19 @@ Read = Callable[[], Values]
 """A callable that a sampler yields in place of a sample; it is called in a thread."""
 Sampler = Callable[["np.random.Generator"], Iterable[Values | Read]]
 
+T = TypeVar("T")
+
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
 
 
 class _Pending:
-    """A read on its way. `has_ended` is locked until it returned or raised."""
+    """A call on its way. `has_ended` is locked until it returned or raised."""
 
     __slots__ = ("drawn", "error", "has_ended", "held_bytes", "is_cancelled", "read", "values")
 
-    def __init__(self, read: Read, drawn: str, held_bytes: int) -> None:
+    def __init__(self, read: Callable[[], Any], drawn: str = "", held_bytes: int = 0) -> None:
         self.read, self.drawn, self.held_bytes = read, drawn, held_bytes
         self.values: Any = None
         self.error: BaseException | None = None
@@ -58,10 +62,15 @@ class _Pending:
     def run(self, retries: Retries) -> None:
         try:
             if not self.is_cancelled:
-                self.values = retries.call(partial(values_of, self.read), lambda: self.is_cancelled)
+                self.values = retries.call(self.read, lambda: self.is_cancelled)
         except BaseException as error:  # noqa: BLE001  # the task raises it in its turn
             self.error = error
         finally:
+            self.has_ended.release()
+
+    def wait(self) -> None:
+        """Wait a moment for its end."""
+        if self.has_ended.acquire(timeout=_LOOK_SECONDS):
             self.has_ended.release()
 
 
@@ -152,6 +161,33 @@ class Threads:
                         raise
         self._asked.put(pending)
 
+    def results(self, calls: Iterable[Callable[[], T]], look: Callable[[], None]) -> Generator[T, None, None]:
+        """Yield what calls return, in their order. Some that are done wait for those before them.
+
+        Args:
+            look: called a few times a second while one is waited for. May raise.
+        Raises: what a call raises, in its turn. Those behind it are given up, and so they are at `close`.
+        """
+        begun: deque[_Pending] = deque()
+        left = iter(calls)
+        try:
+            while True:
+                for call in islice(left, 2 * self.count - len(begun)):
+                    begun.append(_Pending(call))
+                    self.submit(begun[-1])
+                if not begun:
+                    return
+                while begun[0].has_ended.locked():
+                    look()
+                    begun[0].wait()
+                ended = begun.popleft()
+                if ended.error is not None:
+                    raise ended.error
+                yield ended.values
+        finally:
+            for pending in begun:
+                pending.is_cancelled = True
+
     def learn(self, rows: int, nbytes: int) -> None:
         """Note what a read gave: what the next ones will give is guessed from it."""
         share = 1 / _ESTIMATE_READS if self.mean_bytes else 1.0
@@ -228,8 +264,7 @@ class Samples:
                 break
             else:
                 go_on()
-                if pending.has_ended.acquire(timeout=_LOOK_SECONDS):
-                    pending.has_ended.release()
+                pending.wait()
         if self._reads and self._threads.backlog < 0:
             go_on()
         return self._taken()
@@ -315,7 +350,7 @@ class Samples:
 
     def _begin(self, read: Read) -> None:
         self.has_reads = True
-        pending = _Pending(read, self._named(), int(self._threads.mean_bytes))
+        pending = _Pending(partial(values_of, read), self._named(), int(self._threads.mean_bytes))
         self._threads.submit(pending)
         _held.add(pending.held_bytes)
         self._entries.append(pending)

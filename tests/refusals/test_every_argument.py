@@ -748,6 +748,10 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "seed": differs({}, {"seed": 1}),
             "drop_last": differs({"batch_size": 5}, {"batch_size": 5, "drop_last": True}),
             "workers": proves_making,
+            "reads": proved_in(
+                "adapters/test_torch_cached_reads.py::"
+                "test_a_loaders_workers_make_so_many_at_a_time_in_their_order::reads"
+            ),
             "prefetch": proves_items_ahead,
             "collate_fn": differs({}, {"collate_fn": lambda items: {"n": [-item["n"] for item in items]}}),
             "device": differs({}, {"device": "cpu"}, lambda made: [made.device_stats() is None]),
@@ -839,7 +843,14 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
     ),
     "fill": (
         Face("arrowcache.torch:CachedDataset.fill", of_filled, lambda made: [made], ("torch",)),
-        {"workers": proves_filling, "progress": proves_filling_bar},
+        {
+            "workers": proves_filling,
+            "progress": proves_filling_bar,
+            "reads": proved_in(
+                "adapters/test_torch_cached_reads.py::"
+                "test_fill_has_so_many_made_at_a_time_and_each_once::reads"
+            ),
+        },
     ),
     "ray.NodeCaches": (
         Face("arrowcache.ray:NodeCaches", of_new, lambda made: see_settings(made.make("node")), ("ray",)),

@@ -171,14 +171,14 @@ class SegmentBuilder:
         self.rows = stop
         return count
 
-    def encode(self) -> EncodedSegment:
-        """The rows as a segment; it refers to this builder's memory until `clear()`."""
+    def encode(self, skipped: int = 0) -> EncodedSegment:
+        """The rows as a segment; it refers to this builder's memory until `clear()`. `skipped`: see there."""
         columns: dict[str, Column] = {n: buffer[: self.rows] for n, buffer in self._fixed.items()}
         for name, used in self._used_bytes().items():
             columns[name] = VariableColumn(
                 self._offsets[name][: self.rows + 1], memoryview(self._data[name])[:used]
             )
-        return self.form.encode(columns)
+        return self.form.encode(columns, skipped)
 
     def _used_bytes(self) -> dict[str, int]:
         return {name: int(self._offsets[name][self.rows]) * n for name, n in self._element_bytes.items()}

@@ -43,6 +43,7 @@ from arrowcache.errors import CorruptSegmentError
 from arrowcache.limits import Limits
 
 CHECKSUM_KEY = b"arrowcache.xxh3"
+SKIPPED_KEY = b"arrowcache.skipped"
 PADDING_KEY = b"arrowcache.padding"
 _MAGIC = b"ARROW1"
 _OFFSETS_A_PIECE = 1 << 16
@@ -81,9 +82,9 @@ class Form(NamedTuple):
     segment_bytes: int
     paged: bool = False
 
-    def encode(self, columns: Mapping[str, Column]) -> EncodedSegment:
-        """Return a segment file of columns in this form. Raises: as `encode`."""
-        return encode(self.schema, columns, paged=self.paged)
+    def encode(self, columns: Mapping[str, Column], skipped: int = 0) -> EncodedSegment:
+        """Return a segment file of columns in this form. `skipped`, raises: as of `encode`."""
+        return encode(self.schema, columns, paged=self.paged, skipped=skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,15 @@ class _Pieces(io.RawIOBase):
         return piece.nbytes
 
 
-def encode(schema: Schema, columns: Mapping[str, Column], *, paged: bool = False) -> EncodedSegment:
+def encode(
+    schema: Schema, columns: Mapping[str, Column], *, paged: bool = False, skipped: int = 0
+) -> EncodedSegment:
     """Lay the rows of one segment out as an Arrow IPC file.
 
     Args:
         columns: name -> (rows, *shape), C-contiguous, of the type's numpy_dtype; or VariableColumn.
         paged: each wide column begins at a page, after a gap; else the widest one alone, after none.
+        skipped: number of samples that were left out as it was drawn, which its metadata says, if any were.
     Returns: pieces that refer to the given memory: write them before changing it.
     """
     arrays, checksums = [], []
@@ -134,6 +138,8 @@ def encode(schema: Schema, columns: Mapping[str, Column], *, paged: bool = False
         arrays.append(_array(kind, _rows(columns[name]), [pa.py_buffer(b) for b in buffers]))
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema.arrow)
     footer = {CHECKSUM_KEY: " ".join(checksums).encode()}
+    if skipped:
+        footer[SKIPPED_KEY] = str(skipped).encode()
     if paged:
         pieces = spread(_write(batch, footer, None), paged_buffers(schema))
     else:

@@ -147,7 +147,8 @@ def _lease(lease: HeldLease, seen: Observation) -> tuple[object, ...]:
 
 def _sampler(sampler: SamplerAtWork) -> tuple[object, ...]:
     last = "" if sampler.last_row_seconds is None else f"{format_seconds(sampler.last_row_seconds)} ago"
-    drawn = f"{sampler.rows:,} of {sampler.full_rows:,}"
+    left_out = f", {sampler.skipped:,} left out" if sampler.skipped else ""
+    drawn = f"{sampler.rows:,} of {sampler.full_rows:,}{left_out}"
     task = f"{sampler.pool}.{sampler.task}"
     return sampler.pid, task, drawn, last, "to publish" if sampler.is_waiting else "", sampler.command
 

@@ -92,7 +92,8 @@ class SamplerAtWork:
     """A sampler that is at a task, of which it has drawn `rows` of about `full_rows`, none of them published.
 
     `last_row_seconds` is since it drew its last row; None: it has drawn none. `is_waiting`: the segment is
-    full, and waits for room, or for training. Samplers of other machines, as Ray's, are not seen.
+    full, and waits for room, or for training. `skipped` samples were left out, of all its tasks. Samplers of
+    other machines, as Ray's, are not seen.
     """
 
     pid: int
@@ -103,6 +104,7 @@ class SamplerAtWork:
     full_rows: int
     last_row_seconds: float | None
     is_waiting: bool
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ def _samplers(files: Sequence[OpenFile], folder: Path) -> tuple[SamplerAtWork, .
             full_rows=seen.full_rows,
             last_row_seconds=None if seen.last_row is None else max(0.0, now - seen.last_row),
             is_waiting=seen.state == State.WAITS,
+            skipped=seen.skipped,
         )
         for seen in seen_samplers(folder, files)
         if seen.state != State.IDLE

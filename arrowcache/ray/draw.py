@@ -34,30 +34,31 @@ def draw_segment(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[
 
     Args:
         sampler: the pickled sampler; Ray has it once a node.
-    Returns: the result, and the file's bytes, or None if the task failed, as `Done.error` tells.
+    Returns: the result, and the file's bytes, or None if the task failed, as `Done.error` tells, or has none.
     Raises: KeyboardInterrupt: it was cancelled; the sampler's generator was closed by it.
     """
     try:
-        file, rows = _draw(task, form, sampler)
+        return _draw(task, form, sampler)
     except Exception as error:  # noqa: BLE001  # a sampler may raise anything
         return failure(task, error), None
-    return Done(task.number, rows, file.nbytes), file
 
 
-def _draw(task: Task, form: Form, sampler: bytes) -> tuple[NDArray[np.uint8], int]:
+def _draw(task: Task, form: Form, sampler: bytes) -> tuple[Done, NDArray[np.uint8] | None]:
     global _state
     key = (task.digest, form)
     if _state is None or _state.key != key:
         _state = _WorkerState(key, sampler_of(sampler), SegmentBuilder(form), Threads(task.reads))
     samples = samples_of(_state.sampler, task, _state.threads, form)
-    draw(samples, task, _state.builder, _pass, _pass)
-    encoded = _state.builder.encode()
+    drawn = draw(samples, task, _state.builder, _pass, _pass)
+    if not _state.builder.rows:
+        return drawn.done(0, 0), None
+    encoded = _state.builder.encode(drawn.skipped)
     file: NDArray[np.uint8] = np.empty(encoded.nbytes, np.uint8)
     start = 0
     for piece in encoded.pieces:
         file[start : start + piece.nbytes] = np.frombuffer(piece, np.uint8)
         start += piece.nbytes
-    return file, encoded.rows
+    return drawn.done(encoded.rows, file.nbytes), file
 
 
 def _pass() -> None:

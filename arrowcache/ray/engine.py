@@ -277,6 +277,8 @@ class RayEngine:
             return
         if done.error:
             self._outcomes.append((task, done))
+        elif not done.rows:  # all its samples were left out
+            self._end_task(task, done)
         else:
             self._publish(_Drawn(task, replace(done, waiting_seconds=0.0), file))
 
@@ -315,10 +317,13 @@ class RayEngine:
         drawn.done = replace(drawn.done, waiting_seconds=drawn.done.waiting_seconds + done.waiting_seconds)
         drawn.left.discard(node)
         if not drawn.left:
-            if self.options.division:
-                self._open.discard(drawn.task.number)
-                self._published.add(drawn.task.number)
-            self._outcomes.append((drawn.task, drawn.done))
+            self._end_task(drawn.task, drawn.done)
+
+    def _end_task(self, task: Task, done: Done) -> None:
+        if self.options.division:
+            self._open.discard(task.number)
+            self._published.add(task.number)
+        self._outcomes.append((task, done))
 
     def _count(self, node: str, done: Done) -> None:
         each = self.nodes[node]
@@ -395,7 +400,10 @@ class RayEngine:
                 continue
             self._count(node, done)
             if done.rows:
-                results[drawn.task.number] = done
+                of_task = drawn.done
+                results[drawn.task.number] = replace(
+                    done, drawn=of_task.drawn, skipped=of_task.skipped, fault=of_task.fault
+                )
         return [*results.values()]
 
 

@@ -68,6 +68,7 @@ class SamplerPool(Pool):
         options: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         reads: int = 16,
+        on_error: str = "raise",
     ) -> None:
         if not isinstance(caches, NodeCaches):
             raise TypeError(f"caches must be arrowcache.ray.NodeCaches, not {caches!r}")
@@ -75,7 +76,9 @@ class SamplerPool(Pool):
             raise ValueError(f"share={share!r} is unknown: use {' or '.join(map(repr, _SHARES))}")
 
         def fit(form: Form) -> PoolOptions:
-            return PoolOptions(fitted(sample, form), workers, seed, name, segments, retries, progress, reads)
+            return PoolOptions(
+                fitted(sample, form), workers, seed, name, segments, retries, progress, reads, on_error
+            )
 
         drawn = fit(caches.form)
         in_flight_bytes = None if in_flight is None else parse_bytes(in_flight, "in_flight")
@@ -98,7 +101,7 @@ class SamplerPool(Pool):
     def node_stats(self) -> dict[str, PoolStats]:
         """Return counts of published segments on each node, by its id, also on nodes that were lost since.
 
-        Retries and failures are of tasks, which belong to no node: 0.
+        Retries, failures and samples left out are of tasks, which belong to no node: 0.
         """
         seconds = time.monotonic() - self._started
         return {

@@ -21,7 +21,7 @@ from arrowcache.errors import log
 from arrowcache.lifetimes import Origin, before_threads_are_joined
 from arrowcache.os_errors import explained, importing
 from arrowcache.sampling.options import PoolOptions
-from arrowcache.sampling.task import Done, Task, failure
+from arrowcache.sampling.task import Done, Task, failure, require_few
 from arrowcache.storage.cache_lock import once_unlocked
 
 STOP_SECONDS = 5.0
@@ -85,6 +85,9 @@ class PoolState:
     waiting_seconds: float = 0.0
     retries: int = 0
     failures: int = 0
+    drawn: int = 0
+    skipped: int = 0
+    fault: str = ""  # of the last sample that was left out
     first_failure: str = ""
     error: BaseException | None = None
 
@@ -160,7 +163,7 @@ class Dispatcher:
         return self._left is None or self._left > 0
 
     def _begin(self, task: Task) -> None:
-        self._engine.begin(task)
+        self._engine.begin(replace(task, drawn=self._state.drawn, skipped=self._state.skipped))
         self._at_work += 1
         if not self._is_known:  # an executor has begun by now, at the latest
             before_threads_are_joined(partial(shut_down, self._state, threading.current_thread()))
@@ -176,11 +179,15 @@ class Dispatcher:
             else:
                 self._failed_in_a_row = 0
                 self._succeed(done)
+                require_few(self._state.drawn, self._state.skipped, self._state.fault)
 
     def _succeed(self, done: Done) -> None:
         state = self._state
         with state.lock:
             state.waiting_seconds += done.waiting_seconds
+            state.drawn += done.drawn
+            state.skipped += done.skipped
+            state.fault = done.fault or state.fault
             if done.rows:
                 state.segments += 1
                 state.rows += done.rows

@@ -159,7 +159,7 @@ class ExecutorEngine:
         ended, self._running = [*self._running], {}
         results = [f.result() for f in ended if f.done() and not f.cancelled() and f.exception() is None]
         self._writes.close()
-        return [done for done in results if done.rows]
+        return [done for done in results if done.drawn]
 
 
 def claim(store: Store, pool: str, count: int, least: int = 0) -> int:

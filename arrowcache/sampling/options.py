@@ -14,7 +14,16 @@ from arrowcache.storage.layout import TASK_NAME
 from arrowcache.units import parse_count
 
 _MOST_SEED_BITS = 128
-_MOST_READS = 1024  # threads of a worker
+MOST_READS = 1024  # threads of a worker
+
+
+ON_ERROR = ("raise", "skip")
+
+
+def require_policy(on_error: object) -> None:
+    """Raise ValueError: it is no way to go on after an error."""
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error={on_error!r} is unknown: use {' or '.join(map(repr, ON_ERROR))}")
 
 
 def fitted(sample: Sampler, form: Form) -> Sampler:
@@ -38,6 +47,7 @@ class PoolOptions:
     retries: int
     progress: bool | None
     reads: int
+    on_error: str
     sampler: bytes = field(init=False)
     ramp: bool = field(init=False)
     digest: bytes = field(init=False)  # tells pickled samplers apart
@@ -49,7 +59,7 @@ class PoolOptions:
             raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
         keep = partial(object.__setattr__, self)
         keep("workers", parse_count(self.workers, "workers"))
-        keep("reads", parse_count(self.reads, "reads", most=_MOST_READS))
+        keep("reads", parse_count(self.reads, "reads", most=MOST_READS))
         keep("seed", parse_count(self.seed, "seed", least=0, most=None))
         if self.seed.bit_length() > _MOST_SEED_BITS:
             raise ValueError(
@@ -64,6 +74,7 @@ class PoolOptions:
         elif self.tasks is not None:
             keep("segments", self.tasks)
         keep("retries", parse_count(self.retries, "retries", least=0))
+        require_policy(self.on_error)
         keep("ramp", getattr(sample, "ramp", True))
         if not isinstance(self.ramp, bool):
             raise TypeError(
@@ -90,4 +101,5 @@ class PoolOptions:
             ramp=self.ramp,
             digest=self.digest,
             reads=self.reads,
+            skips=self.on_error == "skip",
         )

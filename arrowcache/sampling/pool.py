@@ -46,7 +46,8 @@ class PoolStats(Shown):
 
     `bytes` are of published segments' files, `seconds` since the start. `waiting_seconds` is the time that
     all workers waited for room, or for training as the cache's pace says. `retries` counts repeated attempts,
-    `failures` tasks given up. `drawn_rows` are in no published segment yet, counted at most a second ago;
+    `failures` tasks given up. `skipped` samples were left out of the tasks that are done, with
+    on_error="skip". `drawn_rows` are in no published segment yet, counted at most a second ago;
     rows on other machines, as of Ray, are not counted: 0.
     """
 
@@ -58,6 +59,7 @@ class PoolStats(Shown):
     retries: int
     failures: int
     drawn_rows: int = 0
+    skipped: int = 0
 
     def _card(self) -> Card:
         return Card("PoolStats", "", [Facts(self.facts())])
@@ -76,6 +78,7 @@ class PoolStats(Shown):
                 ),
             ),
             *([("drawn, not published", format_count(self.drawn_rows, "row"))] if self.drawn_rows else []),
+            *([("left out", format_count(self.skipped, "sample"))] if self.skipped else []),
             ("waited to publish", f"{format_seconds(self.waiting_seconds)}, all workers together"),
             (
                 "tasks",
@@ -145,6 +148,7 @@ class Pool:
             retries=state.retries,
             failures=state.failures,
             drawn_rows=drawn_rows,
+            skipped=state.skipped,
         )
 
     def wait(
@@ -282,6 +286,13 @@ class SamplerPool(Pool):
         reads: number of reads that a worker has at a time, in threads, where the sampler yields callables
             without arguments in place of samples: `yield partial(read, key)`. Each returns a mapping or
             `Rows`. A task has the same rows, in the order of yielding, whatever `reads` is.
+        on_error: "raise"; or "skip": a sample that cannot be had is left out, and counted: in `stats`, and in
+            the metadata of its segment. So is one whose read, or function of a `Map`, or item of `Items`,
+            raises what will not pass, such as a file that is not found or bytes that do not decode, and one
+            that is None or larger than a segment. What may pass fails the task, as do a refusal, a sample
+            that does not fit the schema, a lack of memory, and what a generator itself raises, since it
+            cannot go on. The pool ends once more than 1 % of its samples are left out, of 1,000 at least, or
+            the first 100. A task's rows are then a function of (sample, seed, k) and of which samples fail.
     Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled, `Items`
         that earlier pools of this name and seed divided otherwise.
         ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
@@ -302,6 +313,7 @@ class SamplerPool(Pool):
         progress: bool | None = None,
         every_rank: bool = False,
         reads: int = 16,
+        on_error: str = "raise",
     ) -> None:
         if not every_rank:
             _require_first_rank(workers)
@@ -309,7 +321,7 @@ class SamplerPool(Pool):
         if executor is not None and not isinstance(executor, Executor):
             raise TypeError(f"executor must be a concurrent.futures.Executor or None, not {executor!r}")
         sample = fitted(sample, store.settings.form)
-        options = PoolOptions(sample, workers, seed, name, segments, retries, progress, reads)
+        options = PoolOptions(sample, workers, seed, name, segments, retries, progress, reads, on_error)
         super().__init__(ExecutorEngine(store, options, executor), options)
 
 

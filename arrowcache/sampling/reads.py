@@ -4,7 +4,8 @@
         for key in rng.permutation(keys):
             yield partial(read, key)  # read(key) runs in one of `reads` threads
 
-`Samples` runs one task's sampler, and gives its samples; `Threads` runs the reads of one worker's tasks.
+`Samples` runs one task's sampler, and gives its samples; `Threads` runs the reads of one worker's tasks, or
+whatever calls somebody has to make many of.
 Guarantees: the sampler alone draws from `rng`, in the task's thread, in which it is closed, too. Samples
 come in the order of yielding: a task has the same rows whatever `reads` is, and whichever read is slow, fails
 or is tried again. Results that wait take about the bytes of a segment, of all tasks of a process together,
@@ -19,9 +20,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from queue import Empty, SimpleQueue
 from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -29,13 +31,15 @@ from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Origin
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start
-from arrowcache.sampling.retries import Retries, settled
+from arrowcache.sampling.retries import Retries, is_fault, settled
 from arrowcache.sampling.rows import Rows
 
 Values = Mapping[str, Any]
 Read = Callable[[], Values]
 """A callable that a sampler yields in place of a sample; it is called in a thread."""
 Sampler = Callable[["np.random.Generator"], Iterable[Values | Read]]
+
+T = TypeVar("T")
 
 MOST_EMPTY_CALLS = 3  # of a sampler in a row
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
@@ -44,11 +48,11 @@ _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keep
 
 
 class _Pending:
-    """A read on its way. `has_ended` is locked until it returned or raised."""
+    """A call on its way. `has_ended` is locked until it returned or raised."""
 
     __slots__ = ("drawn", "error", "has_ended", "held_bytes", "is_cancelled", "read", "values")
 
-    def __init__(self, read: Read, drawn: str, held_bytes: int) -> None:
+    def __init__(self, read: Callable[[], Any], drawn: str = "", held_bytes: int = 0) -> None:
         self.read, self.drawn, self.held_bytes = read, drawn, held_bytes
         self.values: Any = None
         self.error: BaseException | None = None
@@ -59,10 +63,15 @@ class _Pending:
     def run(self, retries: Retries) -> None:
         try:
             if not self.is_cancelled:
-                self.values = retries.call(partial(values_of, self.read), lambda: self.is_cancelled)
+                self.values = retries.call(self.read, lambda: self.is_cancelled)
         except BaseException as error:  # noqa: BLE001  # the task raises it in its turn
             self.error = error
         finally:
+            self.has_ended.release()
+
+    def wait(self) -> None:
+        """Wait a moment for its end."""
+        if self.has_ended.acquire(timeout=_LOOK_SECONDS):
             self.has_ended.release()
 
 
@@ -74,10 +83,21 @@ class _Ready(NamedTuple):
 
 
 class _Raised(NamedTuple):
-    """An exception of the sampler, behind reads."""
+    """An exception of the sampler, or of a sample that it cannot give, behind reads."""
 
     error: Exception
     drawn: str
+    is_of_sample: bool = False
+
+
+class Fault:
+    """A read that raises. A sampler that goes on yields it in place of a sample that it cannot give."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self) -> NoReturn:
+        raise self.error
 
 
 class _Held:
@@ -142,6 +162,33 @@ class Threads:
                         raise
         self._asked.put(pending)
 
+    def results(self, calls: Iterable[Callable[[], T]], look: Callable[[], None]) -> Generator[T, None, None]:
+        """Yield what calls return, in their order. Some that are done wait for those before them.
+
+        Args:
+            look: called a few times a second while one is waited for. May raise.
+        Raises: what a call raises, in its turn. Those behind it are given up, and so they are at `close`.
+        """
+        begun: deque[_Pending] = deque()
+        left = iter(calls)
+        try:
+            while True:
+                for call in islice(left, 2 * self.count - len(begun)):
+                    begun.append(_Pending(call))
+                    self.submit(begun[-1])
+                if not begun:
+                    return
+                while begun[0].has_ended.locked():
+                    look()
+                    begun[0].wait()
+                ended = begun.popleft()
+                if ended.error is not None:
+                    raise ended.error
+                yield ended.values
+        finally:
+            for pending in begun:
+                pending.is_cancelled = True
+
     def learn(self, rows: int, nbytes: int) -> None:
         """Note what a read gave: what the next ones will give is guessed from it."""
         share = 1 / _ESTIMATE_READS if self.mean_bytes else 1.0
@@ -172,12 +219,21 @@ class Samples:
             in its place: see `Source.plan_reads`.
         most_bytes: of results that wait.
         rows: of the task, which a source plans.
+        skips: faults of single samples are given in their places, not raised.
     """
 
     def __init__(
-        self, sampler: Sampler, rng: np.random.Generator, threads: Threads, most_bytes: int, rows: int = 1
+        self,
+        sampler: Sampler,
+        rng: np.random.Generator,
+        threads: Threads,
+        most_bytes: int,
+        rows: int = 1,
+        *,
+        skips: bool = False,
     ) -> None:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
+        self._skips = skips
         self.are_divided = getattr(sampler, "is_divided", False)
         plan = getattr(sampler, "plan_reads", None)
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
@@ -195,8 +251,8 @@ class Samples:
         """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
         return getattr(self._sampler, "drawn", "") if self._drawn is None else self._drawn
 
-    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | None:
-        """Return the next sample, or None once a call of the sampler has ended.
+    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | Exception | None:
+        """Return the next sample, or its fault, or None once a call of the sampler has ended.
 
         Args:
             wanted_rows: rows that the task has room for. Reads are begun for about so many.
@@ -215,8 +271,7 @@ class Samples:
                 break
             else:
                 go_on()
-                if pending.has_ended.acquire(timeout=_LOOK_SECONDS):
-                    pending.has_ended.release()
+                pending.wait()
         if self._reads and self._threads.backlog < 0:
             go_on()
         return self._taken()
@@ -246,7 +301,7 @@ class Samples:
                 _held.add(-entry.held_bytes)
         self._reads = self._ready = 0
         yielded, self._yielded = self._yielded, None
-        _of_thread.is_closing = True
+        _of_thread.skips, _of_thread.is_closing = False, True
         try:
             _close(yielded)
         finally:
@@ -268,22 +323,26 @@ class Samples:
     def _go_on(self) -> None:
         """Take one thing more from the sampler, into the queue."""
         try:
+            _of_thread.skips = self._skips
             if self._yielded is None:
                 self._yielded, self._is_stuck = _called(self._begun, self._rng), True
             sample = next(self._yielded)
             if isinstance(sample, Mapping):
                 self._entries.append(_Ready(sample, self._named() if self._entries else None))
                 self._ready += 1
+            elif isinstance(sample, Fault):
+                self._entries.append(_Raised(sample.error, self._named(), is_of_sample=True))
             elif is_read(sample):
                 require_bound(sample, self._yielded, self._rng)
                 self._begin(sample)
             else:
-                raise settled(
-                    SamplerError(
-                        "a sampler must yield mappings of field names to values, or callables that return "
-                        f"such, not {type(sample).__name__}"
-                    )
+                wrong = SamplerError(
+                    "a sampler must yield mappings of field names to values, or callables that return "
+                    f"such, not {type(sample).__name__}"
                 )
+                if sample is not None:
+                    raise settled(wrong)
+                self._entries.append(_Raised(settled(wrong, is_fault=True), self._named(), is_of_sample=True))
             self._is_stuck = False
         except StopIteration:
             self._yielded = None
@@ -298,13 +357,13 @@ class Samples:
 
     def _begin(self, read: Read) -> None:
         self.has_reads = True
-        pending = _Pending(read, self._named(), int(self._threads.mean_bytes))
+        pending = _Pending(partial(values_of, read), self._named(), int(self._threads.mean_bytes))
         self._threads.submit(pending)
         _held.add(pending.held_bytes)
         self._entries.append(pending)
         self._reads += 1
 
-    def _taken(self) -> Values | None:
+    def _taken(self) -> Values | Exception | None:
         entry = self._entries.popleft()
         self._was_read, self._drawn = isinstance(entry, _Pending), None
         if entry is None:
@@ -318,8 +377,14 @@ class Samples:
             _held.add(-entry.held_bytes)
             if entry.error is None:
                 return entry.values  # type: ignore[no-any-return]
+            error = entry.error
+        elif entry.is_of_sample:
+            error = entry.error
+        else:
             raise entry.error
-        raise entry.error
+        if self._skips and isinstance(error, Exception) and is_fault(error):
+            return error
+        raise error
 
 
 def single(samples: Iterable[Any], rng: np.random.Generator) -> Generator[Any, None, None]:
@@ -368,8 +433,22 @@ def values_of(read: Read) -> Values:
         return values
     what = "another callable" if callable(values) else type(values).__name__
     raise settled(
-        SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}")
+        SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}"),
+        is_fault=values is None,
     )
+
+
+def made_or_fault(make: Callable[[], Values]) -> Values | Fault:
+    """Return a sample that a source makes, or in a task that leaves it out, its fault: the source goes on.
+
+    Raises: what `make` raises.
+    """
+    try:
+        return make()
+    except Exception as error:
+        if getattr(_of_thread, "skips", False) and is_fault(error):
+            return Fault(error)
+        raise
 
 
 def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from arrowcache.errors import CacheFormatError, SchemaError
+from arrowcache.errors import ArrowCacheError, CacheFormatError, SchemaError
 from arrowcache.units import parse_count, parse_seconds
 
 T = TypeVar("T")
@@ -38,13 +38,25 @@ _BUGS = (
     NameError, NotImplementedError, SchemaError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 _MAY_PASS = {408, 425, 429}  # of the 4xx: too slow, too early, too many
+_REFUSALS = {401, 403, 407}
+#: Modules whose own errors say that bytes do not decode, though they are no ValueErrors.
+_DECODERS = {
+    "PIL", "_lzma", "_pickle", "cv2", "gzip", "numcodecs", "pickle", "pydicom", "soundfile", "struct",
+    "tifffile", "zipfile", "zlib", "zstandard", "zstd",
+}  # fmt: skip
+#: Never of one sample alone.
+_OF_ALL = (ArrowCacheError, ImportError, MemoryError, PermissionError)
 
 _E = TypeVar("_E", bound=BaseException)
 
 
-def settled(error: _E) -> _E:
-    """Mark an error as one that cannot pass, such as that of a sample that does not fit."""
-    error.is_settled = True  # type: ignore[attr-defined]
+def settled(error: _E, *, is_fault: bool = False) -> _E:
+    """Mark an error as one that cannot pass, such as that of a sample that does not fit.
+
+    Args:
+        is_fault: it is of one sample: see `is_fault`.
+    """
+    error.is_settled, error.is_fault = True, is_fault  # type: ignore[attr-defined]
     return error
 
 
@@ -54,12 +66,36 @@ def is_marked(error: BaseException) -> bool:
 
 def may_pass(error: Exception) -> bool:
     """True if another attempt at a read may end in another way, whoever wrote it, and with which library."""
-    if is_marked(error) or isinstance(error, _BUGS):
+    if is_marked(error) or isinstance(error, _BUGS) or _is_of_decoder(error):
         return False
     status = _status(error)
     if status is not None:
         return not 400 <= status < 500 or status in _MAY_PASS
     return not isinstance(error, OSError) or not is_settled(error)
+
+
+def is_fault(error: Exception) -> bool:
+    """True if an error is of one sample, and will not pass: it is not there, or does not decode.
+
+    A refusal, a sample that does not fit the schema and a lack of memory are more than that.
+    """
+    if is_marked(error):
+        return getattr(error, "is_fault", False)
+    is_refusal = _status(error) in _REFUSALS or (
+        isinstance(error, OSError) and not _codes(error).isdisjoint(_REFUSED)
+    )
+    return not (is_refusal or isinstance(error, _OF_ALL) or may_pass(error))
+
+
+def _is_of_decoder(error: Exception) -> bool:
+    """True if a decoder raised an error of its own. One that is cut off may be whole the next time."""
+    if isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno is not None):
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    raised_in = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    return not _DECODERS.isdisjoint(name.partition(".")[0] for name in (type(error).__module__, raised_in))
 
 
 def _status(error: Exception) -> int | None:

@@ -4,7 +4,8 @@ The content of task k is a pure function of (sampler, seed, k): its generator is
 `default_rng(SeedSequence(seed, spawn_key=(k,)))`. Early tasks fill small segments, so that a slow source
 gives its first rows in seconds: see `size_of`. A sampler that ends early is called again with
 the same generator. A task that fails or is told to stop publishes nothing; a task that ran twice is published
-once, because publishing drops a segment whose task is listed already.
+once, because publishing drops a segment whose task is listed already. A pool may leave out samples that
+cannot be had: then the content also depends on which these are, and the segment says how many.
 
 A task stops when its pool does. The pool holds a lock on one byte of its file in pools/, which the kernel
 drops in whatever way the pool ends; the task looks at the lock a few times a second, between two samples.
@@ -27,7 +28,7 @@ import numpy as np
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
-from arrowcache.errors import CacheFormatError, SamplerError, SchemaError
+from arrowcache.errors import CacheFormatError, SamplerError, SchemaError, sentence_of
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
 from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Sampler, Samples, Threads, yielded_nothing
@@ -42,6 +43,8 @@ from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 _LOOK_SECONDS = 0.2
 _EMPTY_ROWS = 10_000  # of a call in a row, before the task fails
 _RAMP_TASKS = 10  # tasks with less than a full segment, each with at most half of the next one's rows
+_JUDGED_DRAWS = 1000  # of a pool, from which on one in a hundred may be left out
+_MOST_IN_VAIN = 100  # left out before any was had
 
 
 class Size(NamedTuple):
@@ -69,7 +72,8 @@ class Task:
     lacks it, it says so, and is sent the task again. So the sampler is sent about once a worker.
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
     attempts that failed before: Dask answers a call equal to an earlier one with that one's result.
-    `ramp`: early tasks fill small segments. `reads`: of a worker at a time.
+    `ramp`: early tasks fill small segments. `reads`: of a worker at a time. `skips`: samples that cannot be
+    had are left out; `drawn` and `skipped` are the pool's, of tasks that were done before this one began.
     """
 
     cache: str
@@ -82,6 +86,9 @@ class Task:
     ramp: bool = True
     digest: bytes = b""
     reads: int = 16
+    skips: bool = False
+    drawn: int = 0
+    skipped: int = 0
 
     @property
     def task_name(self) -> str:
@@ -96,7 +103,8 @@ class Done:
     `rows` is 0 if it was stopped or failed. `error` is the traceback of its exception: as text,
     because not every exception survives the way back to the pool's process. `settled`: trying again would end
     in the same way; a store that refuses may even lock the account in the end.
-    `lacks_sampler`: nothing was done, as the worker lacks the sampler.
+    `lacks_sampler`: nothing was done, as the worker lacks the sampler. Of `drawn` samples `skipped` were left
+    out, the last for `fault`, and if they were all there are, `rows` is 0, too.
     """
 
     number: int
@@ -107,6 +115,9 @@ class Done:
     error: str = ""
     settled: bool = False
     lacks_sampler: bool = False
+    drawn: int = 0
+    skipped: int = 0
+    fault: str = ""
 
 
 _samplers: OrderedDict[bytes, bytes] = OrderedDict()  # digest -> pickled sampler, of the process
@@ -274,8 +285,12 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
             worker.begin_ahead(ask)
 
     try:
-        draw(samples, task, worker.builder, check, go_on, progress)
-        encoded = worker.builder.encode()
+        drawn = draw(samples, task, worker.builder, check, go_on, progress)
+        if not worker.builder.rows:
+            with worker.store.locked():
+                worker.store.folder.end_task(task.pool, task.number)
+            return drawn.done(0, 0)
+        encoded = worker.builder.encode(drawn.skipped)
         go_on()
 
         def is_cancelled() -> bool:  # called while there is no room
@@ -291,14 +306,62 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
         if progress is not None:
             progress.end()
     # Also if `published` has no segment: then a worker died between publishing it and its answer.
-    return Done(task.number, encoded.rows, encoded.nbytes, published.waiting_seconds)
+    return drawn.done(encoded.rows, encoded.nbytes, published.waiting_seconds)
 
 
 def samples_of(sampler: Sampler, task: Task, threads: Threads, form: Form) -> Samples:
     """Return task k's samples, of which none is drawn yet."""
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
     rows = size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp).rows
-    return Samples(sampler, rng, threads, form.segment_bytes, rows)
+    return Samples(sampler, rng, threads, form.segment_bytes, rows, skips=task.skips)
+
+
+def require_few(drawn: int, skipped: int, fault: str) -> None:
+    """Make sure that few of a pool's samples are left out.
+
+    Args:
+        drawn: samples, `Rows` and reads; those that were left out, too.
+        fault: why the last one was.
+    Raises: SamplerError: too many were.
+    """
+    if 100 * skipped > drawn if drawn >= _JUDGED_DRAWS else skipped == drawn >= _MOST_IN_VAIN:
+        raise settled(
+            SamplerError(
+                f"{skipped} of {drawn} samples cannot be had, and on_error='skip' leaves out at most 1 %: "
+                f"find out what is wrong, or have the sampler draw from what is there. The last: {fault}"
+            )
+        )
+
+
+class Drawn:
+    """Counts of what a task has drawn."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.count = self.skipped = 0
+        self._fault = ""
+
+    def leave_out(self, error: Exception, name: str) -> None:
+        """Count a sample that cannot be had. Raises: SamplerError: there are too many."""
+        self.count += 1
+        self.skipped += 1
+        self._fault = f"{name and f'{name}: '}{type(error).__name__}: {sentence_of(error)}"
+        try:
+            require_few(self._task.drawn + self.count, self._task.skipped + self.skipped, self._fault)
+        except SamplerError as too_many:
+            raise too_many from error
+
+    def done(self, rows: int, nbytes: int, waiting_seconds: float = 0.0) -> Done:
+        """Return the result of the task, of whose segment these are."""
+        return Done(
+            self._task.number,
+            rows,
+            nbytes,
+            waiting_seconds,
+            drawn=self.count,
+            skipped=self.skipped,
+            fault=self._fault,
+        )
 
 
 def draw(
@@ -308,13 +371,14 @@ def draw(
     check: Callable[[], None],
     go_on: Callable[[], None],
     progress: Progress | None = None,
-) -> None:
+) -> Drawn:
     """Fill a builder with task k's samples, from the first on, and close these.
 
     Args:
         check: called before each sample, and may raise.
         go_on: called in its place while a sample is read, and none is left to begin: see `Samples.take`.
         progress: counts each row.
+    Returns: the counts. The builder is empty if all samples of a divided task were left out.
     Raises: SamplerError: the sampler yields nothing, or no mapping. SchemaError: a sample does not fit; it is
         named, if the sampler's attribute `drawn` does. What the sampler and its reads raise.
     """
@@ -322,20 +386,39 @@ def draw(
     builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
-    empty_calls, empty_rows, has_rows = 0, 0, False
+    empty_calls, empty_rows, has_rows, drawn = 0, 0, False, Drawn(task)
+
+    def leave_out(fault: Exception) -> None:
+        drawn.leave_out(fault, samples.drawn)
+        if progress is not None:
+            progress.skip()
+
     try:
         while empty_calls < MOST_EMPTY_CALLS:
             check()
             sample = samples.take(builder.expected_rows - builder.rows, go_on)
             if sample is None:  # a call has ended
-                if samples.are_divided and builder.rows:
-                    return
+                if samples.are_divided and (builder.rows or drawn.skipped):
+                    return drawn
                 empty_calls, has_rows = (0 if has_rows else empty_calls + 1), False
+                continue
+            if isinstance(sample, Exception):
+                leave_out(sample)
+                has_rows = True
                 continue
             taken = builder.rows
             try:
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
+            except (TypeError, ValueError) as error:  # such as a text that has no bytes
+                settled(error, is_fault=True)
+                if not task.skips:
+                    raise
+                leave_out(error)
+                has_rows = True
+                continue
+            try:
                 has_rows |= rows.count > 0
+                drawn.count += rows.count > 0
                 empty_rows = 0 if rows.count else empty_rows + 1
                 if empty_rows == _EMPTY_ROWS:
                     raise SamplerError(f"the sampler yielded Rows without a row {_EMPTY_ROWS} times in a row")
@@ -354,7 +437,7 @@ def draw(
                     )
                 )
             if is_full:
-                return  # samples that no longer fit are dropped: the next task draws anew
+                return drawn  # samples that no longer fit are dropped: the next task draws anew
     except SchemaError as error:
         if not samples.drawn:
             raise

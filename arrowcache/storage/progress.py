@@ -4,7 +4,8 @@ Each sampler process, or thread, has one page (page.py) for each cache that it d
 
     head        token of its pool, "<name>.<seed>" of the pool
     record      task, rows drawn for it, rows of its segment, when the last row was drawn by
-                CLOCK_MONOTONIC, the same for all processes, and what it does: see State
+                CLOCK_MONOTONIC, the same for all processes, what it does: see State, and how many samples
+                it has left out, of all its tasks
 
 What was drawn on another machine, as by Ray, is not seen.
 """
@@ -25,7 +26,7 @@ from arrowcache.storage.proc import OpenFile
 
 PROGRESS = PageKind("arrowcache-sampler", b"arrowcache drawn", 1)
 _IDENTITY = struct.Struct("<q64s")
-_RECORD = struct.Struct("<3qdq")
+_RECORD = struct.Struct("<3qdqq")
 _MOST_ROWS = 2**62
 
 
@@ -43,7 +44,7 @@ class State(IntEnum):
 class Progress(Page):
     """The page of one sampler. Made by `open`; writing never fails, and takes about a microsecond."""
 
-    _task = _rows = _full = 0
+    _task = _rows = _full = _skipped = 0
     _last = 0.0  # no row was drawn yet
 
     @classmethod
@@ -61,6 +62,11 @@ class Progress(Page):
         self._rows, self._full, self._last = rows, full_rows, time.monotonic()
         self._show(State.DRAWS)
 
+    def skip(self) -> None:
+        """Show that one sample more was left out."""
+        self._skipped += 1
+        self._show(State.DRAWS)
+
     def wait(self) -> None:
         """Show that the segment is full, and waits for room."""
         self._show(State.WAITS)
@@ -72,7 +78,8 @@ class Progress(Page):
 
     def _show(self, state: State) -> None:
         if (page := self._page) is not None:
-            _RECORD.pack_into(page, RECORD_AT, self._task, self._rows, self._full, self._last, state)
+            shown = self._task, self._rows, self._full, self._last, state, self._skipped
+            _RECORD.pack_into(page, RECORD_AT, *shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,8 @@ class SeenSampler:
     """A sampler at one moment: the task it is at, and how far it is.
 
     `rows` are drawn for the task and not published, of about `full_rows`; both are 0 between two tasks.
-    `last_row` is when it drew its last row, in any task, by `time.monotonic`; None if it drew none.
+    `last_row` is when it drew its last row, in any task, by `time.monotonic`; None if it drew none. `skipped`
+    samples of all its tasks were left out.
     """
 
     pid: int
@@ -91,6 +99,7 @@ class SeenSampler:
     full_rows: int
     last_row: float | None
     state: State
+    skipped: int = 0
 
 
 def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list[SeenSampler]:
@@ -108,9 +117,10 @@ def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list
 def _parsed(pid: int, data: bytes) -> SeenSampler | None:
     """Read the content of a page. None if no sampler ever shows this."""
     token, pool = _IDENTITY.unpack_from(data, HEAD.size)
-    task, rows, full_rows, last, state = _RECORD.unpack_from(data, RECORD_AT)
-    known = state in iter(State) and task >= 0 and 0 <= rows < _MOST_ROWS and 0 <= full_rows < _MOST_ROWS
+    task, rows, full_rows, last, state, skipped = _RECORD.unpack_from(data, RECORD_AT)
+    counts = rows, full_rows, skipped
+    known = state in iter(State) and task >= 0 and all(0 <= count < _MOST_ROWS for count in counts)
     if not known or not 0 <= last < _MOST_ROWS:
         return None
     name = pool.rstrip(b"\0").decode(errors="replace")
-    return SeenSampler(pid, name, token, task, rows, full_rows, last or None, State(state))
+    return SeenSampler(pid, name, token, task, rows, full_rows, last or None, State(state), skipped)

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -44,6 +46,9 @@ from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.reading.iterator import STOPPED
+from arrowcache.sampling.options import MOST_READS
+from arrowcache.sampling.reads import Threads
+from arrowcache.sampling.retries import Retries
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
 from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
@@ -81,7 +86,8 @@ _POLICIES = ("raise", "skip")
 _NEVER_SKIPPED = (MemoryError, ArrowCacheError)
 _MOST_TRIED = 100  # items at the dataset's begin, to find one that can be made
 _COUNTING = 4096  # rows of counts, one of which a process has; many, so that few share one
-_FILLED_AT_ONCE = 8  # items
+_FILLED_AT_ONCE = 8  # items, for each that is made at a time
+_CLAIMED_AHEAD = 4  # likewise: threads find something to do until the last of them
 _FILLS = 0  # seeds of workers that fill; those of a loader's begin with another number
 _fills = itertools.count()
 _TURN_SECONDS = IDLE_SECONDS + 0.5  # in which processes that read no more end their leases
@@ -184,13 +190,14 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         self._store: Store | None = None
         self._reader: ReadThrough | None = None
         self._trouble = Trouble()
+        self._threads: Threads | None = None  # that make items, several at a time
         self._is_closed = False
         self._lock = threading.RLock()  # while the cache is opened
         forgets_in_child(self)
 
     def forget_in_child(self) -> None:
-        """Have no reader: it is the parent's."""
-        self._reader, self._lock = None, threading.RLock()
+        """Have no reader and no threads: they are the parent's."""
+        self._reader, self._threads, self._lock = None, None, threading.RLock()
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -261,6 +268,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         collate: Callable[[list[Any]], Any] | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
         left_out: list[LeftOut] | None = None,
+        reads: int = 1,
     ) -> Any:
         """Return a batch of items (n,) in [0, len), read or made by this process, for the package's own use.
 
@@ -269,11 +277,12 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 or `Loader` in place of it.
             is_wanted: asked before each item is made.
             left_out: gets those that could not be made, and are left out. None: the first raises its error.
+            reads: number of items to make at a time, in threads.
         Returns: None: all are left out.
         Raises: Unwanted. What the dataset inside, its transform or `collate` raise. SchemaError: an item does
             not fit.
         """
-        items = self.items_of(indices, is_wanted)
+        items = self.items_of(indices, is_wanted, reads)
         if left_out is not None and self._spec.skips:
             left_out += (item for item in items if isinstance(item, LeftOut))
             is_there = [not isinstance(item, LeftOut) for item in items]
@@ -297,14 +306,16 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             numbers.append(number % length)
         return np.array(numbers, np.int64)
 
-    def items_of(self, wanted: NDArray[np.int64], is_wanted: Callable[[], bool] = lambda: True) -> list[Any]:
+    def items_of(
+        self, wanted: NDArray[np.int64], is_wanted: Callable[[], bool] = lambda: True, reads: int = 1
+    ) -> list[Any]:
         """Return items (n,) in [0, len) without the transform, for the package's own use.
 
         Args:
-            is_wanted: asked before each item is made.
+            is_wanted, reads: as of `batch`.
         Raises: as `__getitem__`; Unwanted.
         """
-        reader, make = self.reader_here(), partial(self._make, is_wanted)
+        reader, make = self.reader_here(), partial(self._make, is_wanted, reads)
         if reader is None:
             return make(wanted.tolist())
         items: list[Any] = [None] * len(wanted)
@@ -313,7 +324,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             return items
         others = missing[:0]  # that somebody else makes
         many = self._spec.many
-        at_once = reader.made_in_a_moment if many is None else len(missing)
+        at_once = max(reader.made_in_a_moment, reads * _CLAIMED_AHEAD) if many is None else len(missing)
         for start in range(0, len(missing), at_once):
             some = missing[start : start + at_once]
             is_claimed = reader.claim(wanted[some])
@@ -339,6 +350,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def _make(
         self,
         is_wanted: Callable[[], bool],
+        reads: int,
         indices: list[int],
         reader: ReadThrough | None = None,
         *,
@@ -348,35 +360,63 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         if not indices:
             return []
         begun, made, left_out = time.monotonic(), [], []
-        inner: Any = self._spec.dataset
-        many = self._spec.many
-        try:
+
+        def look() -> None:
             if not is_wanted():
                 raise Unwanted
-            items: Iterable[Any]
-            with drawing_apart():
-                if self._spec.skips:
-                    items = _made_or_left_out(inner, many, indices)
-                else:
-                    items = many(indices) if many else (item_of(inner, index) for index in indices)
-                for index, item in zip(indices, items, strict=True):
+
+        try:
+            look()
+            with drawing_apart(), closing(self._given(indices, reads, look)) as items:
+                for index, item in items:
                     if isinstance(item, LeftOut):
                         left_out.append(index)
                         made.append(item)
                     else:
                         made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
-                    if len(made) < len(indices) and not is_wanted():
-                        raise Unwanted
+                    if len(made) < len(indices):
+                        look()
             return made
-        except StopIteration as error:
-            raise RuntimeError(
-                "__getitems__ of the dataset raised StopIteration, which is no item"
-            ) from error
         finally:
             if reader is not None:
                 reader.count(len(made) - len(left_out), time.monotonic() - begun, len(left_out))
                 if is_claimed:
                     reader.unclaim(indices[len(made) :] + left_out)
+
+    def _given(
+        self, indices: list[int], reads: int, look: Callable[[], None]
+    ) -> Generator[tuple[int, Any], None, None]:
+        """Yield the numbers and items that the dataset inside gives, or `LeftOut` for an item, in order.
+
+        Args:
+            look: called now and then while one is waited for; may raise.
+        """
+        inner, many = self._spec.dataset, self._spec.many
+
+        def given(some: list[int]) -> Iterable[tuple[int, Any]]:
+            items: Iterable[Any]
+            if self._spec.skips:
+                items = _made_or_left_out(inner, many, some)
+            elif many is None:
+                items = (item_of(inner, index) for index in some)
+            else:
+                try:
+                    items = many(some)
+                except StopIteration as error:
+                    says = "__getitems__ of the dataset raised StopIteration, which is no item"
+                    raise RuntimeError(says) from error
+            return zip(some, items, strict=True)
+
+        if reads == 1 or len(indices) == 1:
+            yield from given(indices)
+            return
+        if self._threads is None or self._threads.count != reads:
+            self._threads = Threads(reads, Retries(0))
+        size = 1 if many is None else math.ceil(len(indices) / reads)
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        with closing(self._threads.results((partial(_listed, given, part) for part in parts), look)) as lists:
+            for some in lists:
+                yield from some
 
     # the cache
 
@@ -508,13 +548,15 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         )
 
     @face("fill()")
-    def fill(self, workers: int = 8, progress: bool | None = None) -> int:
+    def fill(self, workers: int = 8, progress: bool | None = None, reads: int = 1) -> int:
         """Make and publish all items that are missing, now.
 
         Args:
             workers: number of processes, which are forked: a script needs no main guard. 0 means this one.
                 They have random seeds of their own, as of `seeds_of_workers`.
             progress: show a bar. None shows one if stderr is a terminal.
+            reads: number of items that each makes at a time, in threads, for a dataset inside that waits, as
+                for a store, and that may be asked by several threads at once. Many are not made for that.
         Blocks: until it is done, or the cache is full.
         Returns: the number of items in the cache.
         Raises: the error of the dataset inside.
@@ -522,6 +564,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         import tqdm
 
         workers = parse_count(workers, "workers", least=0)
+        reads = parse_count(reads, "reads", most=MOST_READS)
         reader = self.reader_here()
         if reader is None:
             return 0
@@ -530,8 +573,8 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.rest()
         workers = min(workers, len(missing))
         making = DataLoader(
-            _Filling(self, missing),
-            batch_size=_FILLED_AT_ONCE,
+            _Filling(self, missing, reads),
+            batch_size=_FILLED_AT_ONCE * reads,
             num_workers=workers,
             generator=seeds_of_workers(_FILLS, next(_fills)),
             collate_fn=list,
@@ -610,14 +653,14 @@ def end_workers(answers: Iterator[Any]) -> None:
 class _Filling(Dataset[bool]):
     """The items that are missing, each made and published, as whether it was stored."""
 
-    def __init__(self, train: CachedDataset, missing: NDArray[np.int64]) -> None:
-        self._train, self._missing = train, missing
+    def __init__(self, train: CachedDataset, missing: NDArray[np.int64], reads: int) -> None:
+        self._train, self._missing, self._reads = train, missing, reads
 
     def __len__(self) -> int:
         return len(self._missing)
 
     def __getitems__(self, places: list[int]) -> list[bool]:
-        self._train.items_of(self._missing[places])
+        self._train.items_of(self._missing[places], reads=self._reads)
         reader = self._train.reader_here()
         return [reader is not None and reader.stores] * len(places)
 
@@ -780,6 +823,10 @@ def _made_or_left_out(
             yield LeftOut(index, error)
         else:
             yield _unless_none(index, item)
+
+
+def _listed(given: Callable[[list[int]], Iterable[Any]], indices: list[int]) -> list[Any]:
+    return [*given(indices)]
 
 
 def _unless_none(index: int, item: Any) -> Any:

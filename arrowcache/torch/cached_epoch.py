@@ -48,6 +48,7 @@ class CachedEpoch:
         prefetch: batches to have under way here beside the next one. None means as many as usual.
         collate: as of `CachedDataset.batch`.
         makers: make the batches. None: this process does.
+        reads: as of `CachedDataset.batch`.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class CachedEpoch:
         collate: Collate | None,
         makers: Makers | None,
         meter: Meter,
+        reads: int = 1,
     ) -> None:
+        self._reads = reads
         self._train, self.plan, self.order = train, plan, order
         self._slots, self._prefetch, self._collate = slots, prefetch, collate
         self._makers, self._meter, self._waiting = makers, meter, meter.waiting()
@@ -239,7 +242,7 @@ class CachedEpoch:
         made = None if begun is None else self._gathered(begun)
         if made is None:
             with self._meter.stage("transform"):
-                made = self._whole(answer_of(self._train, indices, self._collate), indices)
+                made = self._whole(self._answer(indices), indices)
         self._under_way.popleft()  # now: where Ctrl-C came before, `_abandon` ends it
         return made
 
@@ -281,7 +284,7 @@ class CachedEpoch:
             return self._whole(answer, indices)
         begun = self._begin(indices)
         made = None if begun is None else self._gathered(begun)
-        return made or self._whole(answer_of(self._train, indices, self._collate), indices)
+        return made or self._whole(self._answer(indices), indices)
 
     def _instead(self) -> ReadyBatch | None:
         """Return a batch of one item of another step, as all ranks have equally many steps.
@@ -293,9 +296,12 @@ class CachedEpoch:
         for indices in steps:
             for index in indices:
                 one = np.array([index])
-                if (made := self._whole(answer_of(self._train, one, self._collate), one)) is not None:
+                if (made := self._whole(self._answer(one), one)) is not None:
                     return made
         return None
+
+    def _answer(self, indices: NDArray[np.int64]) -> Answer:
+        return answer_of(self._train, indices, self._collate, reads=self._reads)
 
     def _whole(self, answer: Answer, indices: NDArray[np.int64]) -> ReadyBatch | None:
         """A batch that was made of items, which count as published now. None: all were left out."""

@@ -27,6 +27,7 @@ from arrowcache.reading.order import EpochOrder, Shard
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import LoaderStats, Meter
+from arrowcache.sampling.options import MOST_READS
 from arrowcache.storage.counters import CounterPage
 from arrowcache.torch.cached_dataset import CachedDataset
 from arrowcache.torch.cached_epoch import CachedEpoch
@@ -97,6 +98,10 @@ class CachedLoader(Closable):
         workers: number of processes that make what is missing, at most 256. 0 means this process. Their
             random seeds differ by worker, loader and rank, and follow from `torch.manual_seed`; their
             generators go on from epoch to epoch. The generators of this process are left alone.
+        reads: number of items that each worker, or with workers=0 this process, makes at a time, in threads:
+            for a dataset inside that waits, as for a store, and that may be asked by several threads at once.
+            Many are not made for that. Items, their order and errors are the same; what a dataset draws from
+            generators that its threads share comes in any order.
         prefetch: number of batches to begin ahead where no worker makes them. None means two to eight, as
             many as the processor's cache holds; while items come from the disk, as many as have 256 items,
             but at most 64 MiB.
@@ -125,6 +130,7 @@ class CachedLoader(Closable):
         seed: int = 0,
         drop_last: bool = False,
         workers: int = 4,
+        reads: int = 1,
         prefetch: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: Device | None = None,
@@ -144,6 +150,7 @@ class CachedLoader(Closable):
             raise TypeError(f"drop_last must be True or False, not {drop_last!r}")
         self._drop_last = drop_last
         self._workers = parse_count(workers, "workers", least=0, most=MOST_WORKERS)
+        self._reads = parse_count(reads, "reads", most=MOST_READS)
         if prefetch is not None:
             prefetch = parse_count(prefetch, "prefetch", least=0, most=MOST_PREFETCHED)
         self._prefetch = prefetch
@@ -204,6 +211,7 @@ class CachedLoader(Closable):
             self._collate,
             self._makers_now(),
             self._meter,
+            self._reads,
         )
         self._epoch, self._planned = epoch, self._plan_of(plan.epoch + 1)
         if self._prefetcher is None:
@@ -338,7 +346,7 @@ class CachedLoader(Closable):
             self._train.rest()  # before they are forked: they make and publish what is missing
             if self._makers is None:
                 seeds = seeds_of_workers(_LOADERS, self._number, self._seed, self._shard_now().rank)
-                self._makers = Makers(self._train, self._workers, self._collate, seeds)
+                self._makers = Makers(self._train, self._workers, self._collate, seeds, self._reads)
             return self._makers
         if self._makers is not None:
             self._makers.close()

@@ -66,13 +66,14 @@ def answer_of(
     indices: NDArray[np.int64],
     collate: Collate | None,
     is_wanted: Callable[[], bool] = lambda: True,
+    reads: int = 1,
 ) -> Answer:
     """Return a batch of items (n,), each read or made by this process.
 
     Args, raises: as `CachedDataset.batch`.
     """
     left_out: list[LeftOut] = []
-    batch = train.batch(indices, collate, is_wanted, left_out)
+    batch = train.batch(indices, collate, is_wanted, left_out, reads)
     error = f"item {left_out[-1].number}: {left_out[-1].error!r}" if left_out else ""
     return Answer(batch, len(indices) - len(left_out), len(left_out), error)
 
@@ -107,10 +108,11 @@ class _Making(Dataset[Any]):
 
     Args:
         wanted: number of the epoch whose batches are wanted, in memory that all processes share.
+        reads: as of `CachedDataset.batch`.
     """
 
-    def __init__(self, train: CachedDataset, collate: Collate | None, wanted: Any) -> None:
-        self._train, self._collate, self._wanted = train, collate, wanted
+    def __init__(self, train: CachedDataset, collate: Collate | None, wanted: Any, reads: int) -> None:
+        self._train, self._collate, self._wanted, self._reads = train, collate, wanted, reads
 
     def __getitem__(self, request: _Request) -> Any:
         return self.__getitems__(request)
@@ -126,7 +128,8 @@ class _Making(Dataset[Any]):
                 return None
             if self._collate is None and self._train.has(indices):
                 return None
-            return Result(answer_of(self._train, indices, self._collate, self._is_wanted(epoch)))
+            is_wanted = self._is_wanted(epoch)
+            return Result(answer_of(self._train, indices, self._collate, is_wanted, self._reads))
         except Unwanted:
             return None
         except Exception:  # noqa: BLE001  # travels as torch's own do
@@ -138,11 +141,11 @@ class _Making(Dataset[Any]):
     def __reduce__(self) -> tuple[Callable[..., _Making], tuple[Any, ...]]:
         collate = self._collate
         functions = None if collate is None else pickled(collate, "collate_fn", "use forked workers")
-        return _unpickled, (self._train, functions, self._wanted)
+        return _unpickled, (self._train, functions, self._wanted, self._reads)
 
 
-def _unpickled(train: CachedDataset, collate: bytes | None, wanted: Any) -> _Making:
-    return _Making(train, None if collate is None else unpickled(collate), wanted)
+def _unpickled(train: CachedDataset, collate: bytes | None, wanted: Any, reads: int) -> _Making:
+    return _Making(train, None if collate is None else unpickled(collate), wanted, reads)
 
 
 def _as_it_is(answer: Any) -> Any:
@@ -158,14 +161,20 @@ class Makers:
         workers: number of processes; at least 1.
         collate: as of `CachedDataset.batch`.
         seeds: the processes' random seeds are drawn from it, whenever they are started.
+        reads: as of `CachedDataset.batch`.
     """
 
     def __init__(
-        self, train: CachedDataset, workers: int, collate: Collate | None, seeds: torch.Generator
+        self,
+        train: CachedDataset,
+        workers: int,
+        collate: Collate | None,
+        seeds: torch.Generator,
+        reads: int = 1,
     ) -> None:
         self._wanted = RawValue("q", 0)
         self._requests = _Requests(workers)
-        self._making = _Making(train, collate, self._wanted)
+        self._making = _Making(train, collate, self._wanted, reads)
         self._workers, self._seeds = workers, seeds
         self._loader: DataLoader[Any] | None = None
         self._answers: Iterator[Any] = iter(())

@@ -188,6 +188,22 @@ def test_items_of_tasks_that_a_pool_had_begun_are_drawn_by_the_next_one_on_any_n
         SamplerPool(caches, Items([row(number) for number in range(299)]), **OPTIONS)
 
 
+def test_items_that_cannot_be_had_are_left_out_and_tasks_without_any_are_done(caches):
+    class Rows:  # here, so that it is pickled by value
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, index):
+            return row(index) if index not in (7, 30, 59) else None
+
+    for rows, skipped in ((57, 3), (0, 0)):
+        with SamplerPool(caches, Items(Rows(), segment_items=1), on_error="skip", **OPTIONS) as pool:
+            pool.wait(timeout=LONG_SECONDS)
+            assert (pool.stats().rows, pool.stats().skipped) == (rows, skipped)
+    drawn = sorted(number for ids in split(caches).values() for number in ids)
+    assert drawn == sorted({*range(60)} - {7, 30, 59})
+
+
 def test_items_are_divided_by_the_caches_that_are_there(caches):
     for node in caches.node_ids():
         make_cache(caches.path_on(node), segment_bytes="16KiB", segment_rows=8)
@@ -483,6 +499,7 @@ def test_a_pool_whose_ray_is_shut_down_says_so_and_starts_no_other(cluster, cach
         ({"caches": "/a/path"}, TypeError, "NodeCaches"),
         ({"in_flight": "many"}, ValueError, "in_flight"),
         ({"reads": 0}, ValueError, "reads=0"),
+        ({"on_error": "ignore"}, ValueError, "on_error='ignore' is unknown"),
         ({"name": "a/b"}, ValueError, "name='a/b'"),
         ({"options": {"num_cpu": 1}}, ValueError, "num_cpu"),
     ],

@@ -237,8 +237,10 @@ def test_a_sampler_at_work_shows_how_many_rows_it_has_drawn_and_not_published(ca
     progress.begin(3, 512)
     (seen,) = observe(cache).samplers
     assert (seen.rows, seen.full_rows, seen.last_row_seconds, seen.is_waiting) == (0, 512, None, False)
+    progress.skip()
     progress.count(310, 512)
     (seen,) = observe(cache).samplers
+    assert seen.skipped == 1
     assert (seen.pid, seen.pool, seen.task, seen.rows) == (os.getpid(), "default.0", 3, 310)
     assert seen.last_row_seconds < 60
     assert seen.command == proc.command(os.getpid())

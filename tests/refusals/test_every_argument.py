@@ -676,6 +676,8 @@ def new_node_setting(**options: Any) -> Proof:
 
 RAY = "adapters/test_ray.py"
 READS = "multiprocess/test_reads.py::test_a_pool_publishes_the_same_tasks_by_reads"
+SKIPPED = "unit/sampling/test_skipped.py::test_without_skip_the_first_one_fails_its_task"
+LEFT_OUT = "test_items_that_cannot_be_had_are_left_out_and_tasks_without_any_are_done"
 SHARE = "test_each_node_gets_a_share_of_what_a_local_pool_would_publish"
 FAILING = "test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on"
 WRONG = "test_a_wrong_argument_fails_in_the_constructor"
@@ -749,6 +751,10 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "seed": differs({}, {"seed": 1}),
             "drop_last": differs({"batch_size": 5}, {"batch_size": 5, "drop_last": True}),
             "workers": proves_making,
+            "reads": proved_in(
+                "adapters/test_torch_cached_reads.py::"
+                "test_a_loaders_workers_make_so_many_at_a_time_in_their_order::reads"
+            ),
             "prefetch": proves_items_ahead,
             "collate_fn": differs({}, {"collate_fn": lambda items: {"n": [-item["n"] for item in items]}}),
             "device": differs({}, {"device": "cpu"}, lambda made: [made.device_stats() is None]),
@@ -801,6 +807,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "progress": proves_bar,
             "every_rank": proves_every_rank,
             "reads": proved_in(f"{READS}::reads"),
+            "on_error": proved_in(f"{SKIPPED}::on_error"),
         },
     ),
     "Cache.create": (
@@ -839,7 +846,14 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
     ),
     "fill": (
         Face("arrowcache.torch:CachedDataset.fill", of_filled, lambda made: [made], ("torch",)),
-        {"workers": proves_filling, "progress": proves_filling_bar},
+        {
+            "workers": proves_filling,
+            "progress": proves_filling_bar,
+            "reads": proved_in(
+                "adapters/test_torch_cached_reads.py::"
+                "test_fill_has_so_many_made_at_a_time_and_each_once::reads"
+            ),
+        },
     ),
     "ray.NodeCaches": (
         Face("arrowcache.ray:NodeCaches", of_new, lambda made: see_settings(made.make("node")), ("ray",)),
@@ -869,6 +883,7 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "options": proved_in(f"{RAY}::{WRONG}::options"),
             "progress": proved_in(f"{RAY}::{WRONG}::progress"),
             "reads": proved_in(f"{RAY}::{WRONG}::reads"),
+            "on_error": proved_in(f"{RAY}::{LEFT_OUT}::on_error"),
         },
     ),
 }

@@ -129,9 +129,12 @@ def sampling(cache: ac.Cache) -> None:
         segments=None,
         retries=3,
         progress=None,
+        reads=32,
+        on_error="skip",
     ) as pool:
         assert_type(pool, ac.SamplerPool)
         assert_type(pool.stats(), ac.PoolStats)
+        assert_type(pool.stats().skipped, int)
         pool.wait(segments=10, timeout=60)
         pool.stop()
 
@@ -171,7 +174,8 @@ def torch_adapters(cache: ac.Cache) -> None:
     assert_type(spelled_out, DataLoader[dict[str, Any]])
     assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), DataLoader[dict[str, Any]])
     train = cached(TensorDataset(torch.arange(3)), "path", capacity="1GB")
-    with CachedLoader(train, 64, collate_fn=list, workers=2) as batches:
+    assert_type(train.fill(workers=2, reads=16), int)
+    with CachedLoader(train, 64, collate_fn=list, workers=2, reads=16) as batches:
         batches.load_state_dict(batches.state_dict())
         assert_type(len(batches), int)
         assert_type(next(iter(batches)), Any)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from numpy.typing import NDArray
 from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
+from arrowcache.errors import SchemaError
 from arrowcache.native.order import KEYS, Pass, Stage
+from arrowcache.sampling.reads import made_or_fault
+from arrowcache.sampling.retries import settled
 from arrowcache.sampling.sources.source import Source
 from arrowcache.sampling.task import size_of
 from arrowcache.units import format_count, parse_count
@@ -111,11 +115,20 @@ class Items(Source):
         )
         return fitted
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         """Draw the items of one task; all of them, where no pool has divided them."""
         for index in self._indices(rng).tolist():
             self.drawn = f"item {index}"
-            yield self._form.row(item_of(self._dataset, index))
+            yield made_or_fault(partial(self._row, index))
+
+    def _row(self, index: int) -> dict[str, Any]:
+        item = item_of(self._dataset, index)
+        try:
+            return self._form.row(item)
+        except SchemaError as error:
+            if item is None:
+                settled(error, is_fault=True)
+            raise
 
     def _indices(self, rng: np.random.Generator) -> NDArray[np.int64]:
         sequence, starts = rng.bit_generator.seed_seq, self._starts

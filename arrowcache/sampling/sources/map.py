@@ -14,7 +14,7 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
-from arrowcache.sampling.reads import Read, Sampler, is_read, single, values_of
+from arrowcache.sampling.reads import Read, Sampler, is_read, made_or_fault, single, values_of
 from arrowcache.sampling.retries import settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
@@ -94,7 +94,8 @@ class Map(Source):
         try:
             for sample in samples:
                 own = self._own(rng)
-                yield partial(self._read, sample, own) if is_read(sample) else self._changed(sample, own)
+                changed = partial(self._read if is_read(sample) else self._changed, sample, own)
+                yield changed if is_read(sample) else made_or_fault(changed)
         finally:
             samples.close()
 
@@ -115,7 +116,8 @@ class Map(Source):
                 SamplerError(
                     f"{self!r}: the function must return a sample, a mapping of field names to values, not "
                     f"{type(changed).__name__}"
-                )
+                ),
+                is_fault=changed is None,
             )
         return changed
 

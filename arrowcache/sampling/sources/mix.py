@@ -11,11 +11,10 @@ import numpy as np
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
 from arrowcache.lifetimes import call_all
-from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Read, Sampler, single, yielded_nothing
+from arrowcache.sampling.options import require_policy
+from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Fault, Read, Sampler, single, yielded_nothing
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
-
-ON_ERROR = ("raise", "skip")
 
 
 class Mix(Source):
@@ -28,7 +27,7 @@ class Mix(Source):
             without a schema, to infer it.
         on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, with
             a logged warning, and is tried again in the next task. A task's content then also depends on which
-            sources failed.
+            sources failed. A read that fails is the pool's to skip, see its `on_error`.
     Raises: ValueError: no source; a weight that is zero, negative, infinite or not a number. SchemaError:
         sources whose schemas differ: names source and field.
     """
@@ -36,8 +35,7 @@ class Mix(Source):
     def __init__(
         self, sources: Mapping[Any, float] | Iterable[tuple[Any, float]], *, on_error: str = "raise"
     ) -> None:
-        if on_error not in ON_ERROR:
-            raise ValueError(f"on_error={on_error!r} is unknown: use {' or '.join(map(repr, ON_ERROR))}")
+        require_policy(on_error)
         pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
         if not pairs:
             raise ValueError("there is no source: give at least one")
@@ -68,6 +66,8 @@ class Mix(Source):
                 number = left[choice.draw(rng)]
                 try:
                     sample = next(streams[number])
+                    if self._skips and isinstance(sample, Fault):
+                        raise sample.error
                 except Exception as error:
                     if not self._skips:
                         raise

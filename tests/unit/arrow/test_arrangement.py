@@ -108,10 +108,12 @@ kinds = st.one_of(st.builds(ac.Tensor, st.just("uint8"), st.tuples(widths)), KIN
 
 
 @settings(max_examples=60, deadline=None)
-@given(schemas(kinds=kinds), st.integers(1, 40), st.integers(0, 99), st.booleans())
-def test_any_schema_survives_in_any_arrangement(schema, rows, seed, paged):
+@given(
+    schemas(kinds=kinds), st.integers(1, 40), st.integers(0, 99), st.booleans(), st.sampled_from([0, 10**15])
+)
+def test_any_schema_survives_in_any_arrangement(schema, rows, seed, paged, skipped):
     columns = columns_of(schema, rows, seed)
-    encoded = encode(schema, columns, paged=paged)
+    encoded = encode(schema, columns, paged=paged, skipped=skipped)
     data = b"".join(encoded.pieces)
     file = pa.py_buffer(data)
     layout = checked(data, schema, rows)

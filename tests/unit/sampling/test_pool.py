@@ -55,7 +55,7 @@ STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets so
 
 def of_tasks(segments: int | None) -> PoolOptions:
     """Of so many tasks, none of which is tried again."""
-    return PoolOptions(row, 2, 0, "default", segments, 0, progress=False, reads=1)
+    return PoolOptions(row, 2, 0, "default", segments, 0, progress=False, reads=1, on_error="raise")
 
 
 @pytest.fixture

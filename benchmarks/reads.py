@@ -86,7 +86,10 @@ class Store:
         self._events.register(client, selectors.EVENT_READ)
 
     def _receive(self, client: socket.socket) -> None:
-        request = client.recv(1 << 16)
+        try:
+            request = client.recv(1 << 16)
+        except ConnectionResetError:  # its worker was killed
+            request = b""
         if not request:
             self._events.unregister(client)
             client.close()
@@ -137,10 +140,10 @@ class Objects:
         self.port, self.nbytes, self.by_reads = port, nbytes, by_reads
 
     def read(self, number: int) -> dict[str, Any]:
-        connection = getattr(_of_thread, "connection", None)
+        kept = vars(threading.current_thread())  # a threading.local of this module cannot be pickled
+        connection = kept.get("connection")
         if connection is None or connection.port != self.port:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-            _of_thread.connection = connection
+            connection = kept["connection"] = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET", f"/{self.nbytes}/{number}")
         answer = connection.getresponse()
         data = answer.read()
@@ -152,9 +155,6 @@ class Objects:
         while True:
             number = int(rng.integers(OBJECTS))
             yield partial(self.read, number) if self.by_reads else self.read(number)
-
-
-_of_thread = threading.local()
 
 
 def memory_of_workers() -> int:

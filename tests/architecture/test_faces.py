@@ -51,14 +51,20 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not PUBLIC.fullmatch(name)
 
 
+@functools.lru_cache(8)
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All that is in a tree: it is asked for several times."""
+    return [*ast.walk(tree)]
+
+
 def bound(tree: ast.AST) -> set[str]:
     """Private names that a file binds: of functions, classes, variables, and attributes of `self`."""
     found = {
         node.name
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found |= {node.attr} if ast.unparse(node.value) == "self" else set()
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -81,8 +87,8 @@ def modules() -> frozenset[str]:
 
 def texts(tree: ast.AST) -> Iterator[str]:
     """The strings of a file, with a 0 for each thing that is put into one."""
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    inside = {id(part) for node in nodes(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values]
             yield "".join(parts)
@@ -107,7 +113,7 @@ def named(tree: ast.AST) -> list[str]:
     """Private names of the package that a file imports, reads, or has as a text, and does not bind itself."""
     ours = privates() - bound(tree)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arrowcache"):
             found += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
         elif isinstance(node, ast.Attribute) and node.attr in ours:
@@ -134,7 +140,7 @@ def patches(tree: ast.AST) -> list[str]:
     are not among these: `named` has them.
     """
     ours, others = set(), {"benchmarks"}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names}
             if (node.module or "").startswith("arrowcache"):
@@ -145,12 +151,12 @@ def patches(tree: ast.AST) -> list[str]:
                 others |= {*names.values()}
     targets = [
         target(node)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and PATCHES.fullmatch(ast.unparse(node.func)) and node.args
     ]
     targets += [
         ast.unparse(node)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and ast.unparse(node.value) in ours

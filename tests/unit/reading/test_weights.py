@@ -10,6 +10,7 @@ import pytest
 from helpers import ids_of, make_cache, publish
 from hypothesis import given
 from hypothesis import strategies as st
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import Loader
@@ -244,7 +245,7 @@ def test_a_full_cache_has_room_for_the_weights_of_a_state_and_keeps_its_rows(tmp
     assert cache.verify() == []
 
 
-@pytest.mark.parametrize("endless", [True, False])
+@pytest.mark.parametrize("endless", first_is_quick([True, False]))
 @pytest.mark.parametrize(
     "weights",
     ["loss", lambda columns: np.nan_to_num(columns.get("loss", np.ones(len(columns["x"]))), nan=1.0)],

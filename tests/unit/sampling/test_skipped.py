@@ -92,6 +92,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_sample_that_cannot_be_had_is_left_out_and_counted(cache, threads, fault):
+    if "image" in fault:
+        pytest.importorskip("PIL", reason="Pillow is not installed")
     with skipping(cache, having(FAULTS[fault]), executor=threads, segments=14) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
         stats = pool.stats()

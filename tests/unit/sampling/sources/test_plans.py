@@ -10,14 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from drawing import fill, planned, require_pure, take
-from fsspec.implementations.local import LocalFileSystem
 from helpers import in_child
 
 import arrowcache as ac
@@ -29,6 +27,8 @@ from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows
 from arrowcache.sampling.task import Task
 
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+LocalFileSystem = fsspec.get_filesystem_class("file")
 FORMATS = ["npy", "h5", "zarr"]
 AT_ONCE = Retries(4, 0.0)
 

@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ids_of, limit, make_cache, mapped_seqs, publish, published_ids, segment_files, wait_until
+from helpers import (
+    ids_of,
+    limit,
+    make_cache,
+    mapped_seqs,
+    open_files,
+    publish,
+    published_ids,
+    segment_files,
+    wait_until,
+)
 from interruptions import Code, files, interruptions, library
 from page_cache import drop_from_memory
 
@@ -121,7 +131,7 @@ def seam(cache: ac.Cache) -> Iterator[Work]:
 @contextmanager
 def mapping(cache: ac.Cache, *, is_release: bool = False) -> Iterator[Work]:
     """What is mapped is leased, and what one did not let go of, the next one does."""
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     snapshot = cache.snapshot()
     if is_release:
         snapshot.gather([0, 20, 40])
@@ -132,7 +142,7 @@ def mapping(cache: ac.Cache, *, is_release: bool = False) -> Iterator[Work]:
         assert snapshot.gather([20, 40, 60])["id"].tolist() == [20, 40, 60]
     snapshot.close()
     cache.snapshot().close()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    wait_until(lambda: open_files() <= before, "descriptors to end")
 
 
 @contextmanager

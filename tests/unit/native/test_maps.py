@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import in_child, limited
+from helpers import in_child, limited, open_files, wait_until
 
 from arrowcache.native import maps
 
@@ -36,10 +36,6 @@ def closed(path: Path) -> maps.File:
     return file
 
 
-def descriptors() -> list[str]:
-    return os.listdir("/proc/self/fd")
-
-
 def flags_of(address: int) -> list[str]:
     """What the kernel says of the mapping that begins there."""
     here, flags = False, []
@@ -52,12 +48,13 @@ def flags_of(address: int) -> list[str]:
 
 
 def test_a_file_is_mapped_without_a_descriptor_until_it_is_unmapped(path):
-    before, descriptors_before = maps.count(), descriptors()
+    before, files = maps.count(), open_files()
     file = opened(path)
     assert os.pread(file.fd, 3, 3) == b"abc"
     file.close()
     file.close()
-    assert (file.fd, descriptors()) == (-1, descriptors_before)
+    assert file.fd == -1
+    wait_until(lambda: open_files() <= files, "descriptors to end")
     assert ctypes.string_at(file.address, file.nbytes) == path.read_bytes()
     assert maps.count() == before + 1
     assert file.path == os.fsencode(path)
@@ -114,7 +111,7 @@ def test_what_is_no_file_of_a_fit_length_is_refused(path, tmp_path):
     (tmp_path / "link").symlink_to(path)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    before, count = descriptors(), maps.count()
+    before, count = open_files(), maps.count()
     for name, nbytes in (("empty", 0), ("long", LIMIT + 1)):
         with pytest.raises(ValueError, match=f"{name} has {nbytes} bytes, a segment has 1 to {LIMIT}"):
             opened(tmp_path / name)
@@ -127,7 +124,8 @@ def test_what_is_no_file_of_a_fit_length_is_refused(path, tmp_path):
         with pytest.raises(OSError, match=name) as caught:
             opened(tmp_path / name)
         assert caught.value.errno == code
-    assert (descriptors(), maps.count()) == (before, count)
+    wait_until(lambda: open_files() <= before, "descriptors to end")
+    assert maps.count() == count
 
 
 def test_no_more_are_mapped_than_may_be_but_those_that_are_wanted_all_the_same(path):
@@ -207,13 +205,14 @@ def test_files_that_are_alike_are_mapped_and_no_others(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     names += ["link", "folder", "pipe", "missing", "same"]
-    before, count = descriptors(), maps.count()
+    before, count = open_files(), maps.count()
     files = maps.files(os.fspath(tmp_path), names)
     alike = maps.open_alike(files, kind_of(KIND_BYTES), ANY_NUMBER)
     free = {place for place in places if not any(a <= place < a + n for a, n in PARTS)}
     expected = [place in free for place in places] + [True, False, False, False] + [False] * 4 + [True]
     assert [bool(each) for each in alike] == expected == [bool(file.address) for file in files]
-    assert (descriptors(), maps.count() - count) == (before, sum(expected))
+    wait_until(lambda: open_files() <= before, "descriptors to end")
+    assert maps.count() - count == sum(expected)
     assert {file.fd for file in files} == {-1}
     assert ctypes.string_at(files[-1].address, files[-1].nbytes) == KIND_BYTES
     maps.unmap(list(files))

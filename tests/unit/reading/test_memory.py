@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import in_child
+from helpers import in_child, open_files, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,16 +100,16 @@ def test_where_no_memory_is_left_the_error_says_what_to_do_and_nothing_is_lost(m
 
 def test_arrays_outlive_the_memory_and_its_descriptors_end_with_the_last():
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     memory = SharedMemory.create()
     array = SharedBuffers(memory).allocate(100)
     del memory
     array[:] = 5
-    assert len(os.listdir("/proc/self/fd")) > before
+    assert open_files() - before
     assert (array == 5).all()
     del array
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: open_files() <= before, "its descriptors to end")
 
 
 def test_what_a_forked_child_writes_stays_there(memory, buffers):

@@ -46,7 +46,7 @@ from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
 from arrowcache.read_through.trouble import Trouble
 from arrowcache.reading.iterator import STOPPED
-from arrowcache.sampling.options import MOST_READS
+from arrowcache.sampling.options import MOST_READS, ON_ERROR
 from arrowcache.sampling.reads import Threads
 from arrowcache.sampling.retries import Retries
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
@@ -82,7 +82,6 @@ _INSTEAD = {
     **instead("headroom", say="nothing is evicted but by replace=, so leave it out"),
     **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
 }
-_POLICIES = ("raise", "skip")
 _NEVER_SKIPPED = (MemoryError, ArrowCacheError)
 _MOST_TRIED = 100  # items at the dataset's begin, to find one that can be made
 _COUNTING = 4096  # rows of counts, one of which a process has; many, so that few share one
@@ -734,8 +733,8 @@ def cached(
     if not isinstance(version, str):
         raise TypeError(f"version must be a text, not {version!r}")
     require_share(replace, "replace")
-    if on_error not in _POLICIES:
-        raise ValueError(f"on_error={on_error!r} is unknown: use one of {_POLICIES}")
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error={on_error!r} is unknown: use one of {ON_ERROR}")
     with drawing_apart():
         states = random_states()
         index, item = (

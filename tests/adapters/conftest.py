@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from fake_device import FakeDevice
 
@@ -21,6 +22,18 @@ def _drop_workers_soon(monkeypatch):
     """
     if "torch" in sys.modules:
         monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a dataset is cached."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Where a dataset of tests notes what it makes."""
+    return tmp_path / "log"
 
 
 @pytest.fixture

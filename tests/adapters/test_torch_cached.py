@@ -52,16 +52,6 @@ def epoch(train, **options) -> None:
     assert sorted(chain.from_iterable(map(check, loader))) == list(range(len(train)))
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "log"
-
-
 # items
 
 

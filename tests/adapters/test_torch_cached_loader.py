@@ -35,16 +35,6 @@ LENGTH = 95
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "log"
-
-
-@pytest.fixture
 def train(path):
     """Of 95 items, all in the cache."""
     with cached(Numbers(LENGTH), path, capacity="64MiB") as train:

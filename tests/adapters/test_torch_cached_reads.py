@@ -48,16 +48,6 @@ class TogetherMany(Together):
         return [self[index] for index in indices]
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "log"
-
-
 def in_order(batches) -> list[int]:
     return [*itertools.chain.from_iterable(map(check, batches))]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from begun import a_test_begins
 from hypothesis import HealthCheck, settings
 from quick import NIGHTLY, SEED, changed, is_drawn
 
@@ -110,6 +111,12 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """The interpreter's end collects all, or DuckDB says of what was imported that it leaked."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def of_this_test():
+    """Its threads and processes are told from those that earlier tests leave for a while: see helpers.py."""
+    a_test_begins()
 
 
 @pytest.fixture(scope="session")

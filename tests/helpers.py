@@ -287,13 +287,15 @@ def read_counters(path: str | os.PathLike[str]) -> Readout | None:
 
 
 def worker_pids() -> list[int]:
-    """The loaders' worker processes of this one, in the order in which they were started."""
+    """The loaders' worker processes that this test began, in the order in which they were started."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # " (setup)" follows, or another one
     found = []
     for process in Path("/proc").iterdir():
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             command = (process / "cmdline").read_bytes()
-            if parent == os.getpid() and b"arrowcache.reading.workers.worker" in command:
+            is_worker = parent == os.getpid() and b"arrowcache.reading.workers.worker" in command
+            if is_worker and test.encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
         except (OSError, IndexError):  # not a process, or one that has ended
             continue

@@ -7,11 +7,11 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from begun import own_threads
 from helpers import ids_of, make_cache, publish, wait_until
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
@@ -51,7 +51,7 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.model = torch.nn.Linear(256, 1)
         self.at_step = at_step
-        self.seen, self.threads = [], set()
+        self.seen, self.threads = [], []
 
     def on_train_epoch_start(self):
         self.seen.append([])
@@ -60,7 +60,7 @@ class Module(lightning.LightningModule):
         if self.at_step is not None:
             self.at_step(self.trainer)
         self.seen[-1] += batch["id"].tolist()
-        self.threads |= loader_threads()
+        self.threads += own_threads("arrowcache")
         return self.model(batch["image"].flatten(1)).square().mean()
 
     def predict_step(self, batch):
@@ -123,10 +123,6 @@ def make_trainer(tmp_path):
         )
 
     return make
-
-
-def loader_threads():
-    return {each for each in threading.enumerate() if each.name.startswith("arrowcache")}
 
 
 AGAIN = {"reload_dataloaders_every_n_epochs": 1}  # a DataLoader is asked again for its length
@@ -270,11 +266,11 @@ def test_an_error_in_a_step_leaves_no_lease_and_no_thread(cache, make_trainer):
         if trainer.global_step == 3:
             raise KeyError("the step failed")
 
-    module, before = Module(fail), loader_threads()
+    module = Module(fail)
     with pytest.raises(KeyError, match="the step failed"), Loader(cache, 4) as loader:
         make_trainer(max_epochs=1).fit(module, loader)
-    assert module.threads - before
-    wait_until(lambda: loader_threads() <= before, "the threads to end")
+    assert module.threads
+    wait_until(lambda: not own_threads("arrowcache"), "the threads to end")
     assert cache.stats().leased_bytes == 0
 
 

@@ -19,12 +19,12 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
-from multiprocessing import active_children
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from begun import own_children
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
 from helpers import flip_byte, in_child, limit, segment_files, wait_until
 from processes import Child, Script, private_mounts, small_disk
@@ -718,11 +718,10 @@ def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
                 raise LookupError("no network")
             return super().__getitem__(index)
 
-    before = {*active_children()}
     with cached(Fails(40), path, capacity="16MiB") as train:
         with pytest.raises(LookupError, match="no network") as caught:
             train.fill(workers=2, progress=False)
-        wait_until(lambda: {*active_children()} <= before, "the workers to end")
+        wait_until(lambda: not own_children(), "the workers to end")
         assert caught.tb is not None
 
 

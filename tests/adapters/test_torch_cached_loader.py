@@ -14,11 +14,11 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from multiprocessing import active_children
 
 import numpy as np
 import pytest
 import torch
+from begun import own_children, own_threads
 from datasets_of_items import KINDS, Items, Large, Numbers, check, made, pairs, same, there
 from helpers import flip_byte, in_child, limit, segment_files, wait_until
 from interruptions import interruptions, library
@@ -168,7 +168,7 @@ def test_each_item_comes_once_an_epoch_in_an_order_of_its_own_and_is_made_once(p
         assert len(loader) == loader.steps == 10
         epochs = [flat(loader) for _ in range(3)]
         assert train.cached == LENGTH
-        assert not active_children(), "nothing is missing, so no worker is there any more"
+        assert not own_children(), "nothing is missing, so no worker is there any more"
         loader.close()
     assert all(sorted(epoch) == [*range(LENGTH)] for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
@@ -465,7 +465,7 @@ def test_who_waits_for_workers_is_told_of_an_end_by_another_thread(path, how, op
         consumer = threading.Thread(target=consume)
         consumer.start()
         begun.acquire()
-        makers = active_children()
+        makers = own_children()
         signal_all(makers, signal.SIGSTOP)
         consumer.join(0.5)  # it comes to wait
         going_on = threading.Timer(0.5, signal_all, (makers, signal.SIGCONT))
@@ -505,16 +505,15 @@ def test_an_epoch_nobody_asked_is_begun_again(train):
 
 
 def test_nothing_is_left_after_close(path, log):
-    threads = threading.active_count()
     with cached(Numbers(400, log, pause=0.02), path, capacity="16MiB") as train:
         loader = Loader(train, 100, workers=2)
         next(iter(loader))
-        assert active_children()
+        assert own_children()
         loader.close()
         loader.close()
         assert sum(made(log).values()) < 400, "a worker ends after an item, not after its batches"
-        assert not active_children()
-        wait_until(lambda: threading.active_count() <= threads, "the last thread to end")
+        assert not own_children()
+        wait_until(lambda: not own_threads(), "the last thread to end")
         with pytest.raises(ValueError, match="the loader is closed"):
             iter(loader)
         assert train.cached > 50, "what was made is published"
@@ -742,19 +741,18 @@ def test_a_forked_child_leaves_the_workers_to_its_parent(path, how):
 
         with in_child(child):
             pass
-        workers = active_children()
+        workers = own_children()
         assert sorted(got + flat(held[1])) == [*range(LENGTH)]
         assert sorted(flat(held[0])) == [*range(LENGTH)]
-        assert {*active_children()} >= {*workers}, "the same ones"
+        assert {*own_children()} >= {*workers}, "the same ones"
         held[0].close()
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
 def test_workers_that_died_between_epochs_are_replaced(path):
-    before = {*active_children()}
     with cached(Numbers(LENGTH), path, capacity="64MiB", transform=dict) as train, Loader(train, 5) as loader:
         assert len(flat(loader)) == LENGTH
-        workers = {*active_children()} - before
+        workers = own_children()
         signal_all(workers, signal.SIGKILL)
         for worker in workers:
             worker.join()

@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+from begun import own_threads
 from helpers import ids_of, limit, wait_until
 from quick import first_is_quick
 
@@ -165,11 +166,11 @@ def test_a_batch_that_does_not_come_is_a_timeout(cache):
 
 
 def test_no_thread_is_started(cache):
-    before = {*threading.enumerate()}
     with Loader(cache, 16, device="cpu") as loader:
         list(loader)
-        begun = {thread.name for thread in threading.enumerate() if thread not in before}
-        assert begun <= {"arrowcache-parking"}, "what any loader has after an epoch"
+        assert {thread.name for thread in own_threads()} <= {"arrowcache-parking"}, (
+            "what any loader has after an epoch"
+        )
 
 
 def test_an_epoch_goes_on_after_a_batch_was_refused_while_a_graph_is_captured(cache, fake):

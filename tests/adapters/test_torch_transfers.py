@@ -12,6 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
+from begun import own_threads
 from helpers import DEADLINE_SECONDS, in_child, limit, make_cache, publish
 from interruptions import Interruption, files
 
@@ -155,10 +156,9 @@ def test_the_source_runs_in_the_thread_that_takes_batches(fake):
             threads.add(threading.get_ident())
             yield batch
 
-    before = {*threading.enumerate()}
     with DevicePrefetcher(source(), "fake") as prefetcher:
         for _ in prefetcher:
-            assert {*threading.enumerate()} <= before
+            assert not own_threads()
     assert threads == fake.threads == {threading.get_ident()}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from begun import own_threads
 from helpers import (
     ids_of,
     limit,
@@ -112,7 +113,7 @@ def closing_twice(cache: ac.Cache, shuffle: str | None) -> Iterator[Work]:
     loader.close()
     with pytest.raises(RuntimeError, match="was closed"):
         next(iterator)
-    wait_until(lambda: not threads("arrowcache-worker"), "the loader's thread to end")
+    wait_until(lambda: not own_threads("arrowcache-worker"), "the loader's thread to end")
 
 
 @contextmanager
@@ -211,10 +212,6 @@ def delayed(cache: ac.Cache) -> Iterator[Work]:
         wait_until(lambda: published_ids(written)[-1] == 2, "the last row")
 
 
-def threads(name: str) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
-
-
 @dataclass(frozen=True)
 class Operation:
     """A scene, which steps of it are interrupted, and how many there are at least."""
@@ -306,7 +303,6 @@ def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(cache):
 @pytest.mark.parametrize("options", [{}, {"workers": 2, "transform": dict}], ids=["plain", "processes"])
 def test_a_signal_handler_may_close_a_loader_at_any_step_of_iter(cache, options):
     """It was an AttributeError of what `close` had taken away; before that was made, its thread lived on."""
-    before = {*threading.enumerate()}
     loaders: list[ac.Loader] = []
     code = files("reading/loader.py", "reading/parking.py", "reading/stream.py")
     for interruption in interruptions(10, code, error=lambda: loaders[-1].close()):
@@ -319,7 +315,7 @@ def test_a_signal_handler_may_close_a_loader_at_any_step_of_iter(cache, options)
             with pytest.raises(RuntimeError, match="was closed"):
                 next(each)
         assert cache.stats().leased_bytes == 0, interruption.where
-        assert {*threading.enumerate()} <= before, interruption.where
+        assert not own_threads(), interruption.where
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import gc
 import html
 import re
 import signal
-import threading
 
 import pytest
+from begun import own_threads
 from helpers import publish, wait_until
 from processes import Script
 
@@ -20,10 +20,6 @@ from arrowcache.explore.board import Board
 from arrowcache.explore.widget import Monitor, monitor
 
 GONE = "No such file or directory"
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "arrowcache-monitor"]
 
 
 def text_of(shown: Monitor) -> str:
@@ -51,10 +47,10 @@ def test_a_saved_notebook_has_it_as_text(cache):
 
 def test_a_closed_one_looks_no_more(cache):
     shown = monitor(cache, interval=0.05)
-    assert threads()
+    assert own_threads("arrowcache-monitor")
     shown.close()
     shown.close()
-    assert not threads()
+    assert not own_threads("arrowcache-monitor")
     before = shown.value
     publish(cache, 1)
     assert shown.value == before
@@ -66,7 +62,7 @@ def test_a_stopped_one_shows_what_it_saw_last(cache):
         assert "stopped, " not in text_of(shown)
         assert "10 segments" in text_of(shown)
         shown.stop()
-        assert not threads()
+        assert not own_threads("arrowcache-monitor")
         assert "stopped, " in text_of(shown)
         assert "11 segments" in text_of(shown)
         assert shown.comm is not None  # the notebook still has it
@@ -102,7 +98,7 @@ def test_what_cannot_be_shown_makes_no_widget(cache, tmp_path):
         monitor(tmp_path / "missing")
     with pytest.raises(ValueError, match="interval"):
         monitor(cache, interval=0)
-    assert not threads()
+    assert not own_threads("arrowcache-monitor")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -639,7 +639,7 @@ def test_threads_end_before_a_fork_and_start_again():
     assert of_process.stop()
     wait_until(lambda: native_threads() < before, "the kernel to have forgotten them")
     checked(files, ids)
-    assert native_threads() == before
+    assert 1 <= native_threads() <= before  # another test's thread may have ended meanwhile
 
 
 def test_what_is_small_needs_no_threads():
@@ -654,7 +654,7 @@ def test_without_threads_the_caller_does_all_by_itself(no_threads, reads):
     files, ids = big()
     before = native_threads()
     checked(files, ids, reads=reads)
-    assert native_threads() == before
+    assert native_threads() <= before  # another test's thread may have ended meanwhile
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from signal import SIGINT, pthread_kill
 
 import numpy as np
 import pytest
+from begun import own_threads
 from helpers import KIB, wait_for_sleep, wait_until
 from quick import in_part
 
@@ -285,10 +286,6 @@ def test_after_a_warning_that_is_an_error_claims_end_and_a_new_thread_publishes(
     beside.close()
 
 
-def threads_that_write():
-    return [each for each in threading.enumerate() if each.name == "arrowcache-publish"]
-
-
 def test_a_value_that_raises_a_value_error_is_no_item_that_is_too_large(reader):
     class Odd:
         @property
@@ -332,7 +329,7 @@ def test_where_no_thread_can_be_started_items_are_stored_and_found(store, reader
 
 
 def test_ctrl_c_while_the_thread_starts_leaves_one_thread(reader, monkeypatch):
-    start, before = threading.Thread.start, len(threads_that_write())
+    start = threading.Thread.start
 
     def interrupted(thread):
         start(thread)
@@ -343,7 +340,7 @@ def test_ctrl_c_while_the_thread_starts_leaves_one_thread(reader, monkeypatch):
         put(reader, 1)
     monkeypatch.undo()
     assert put(reader, 2)
-    assert len(threads_that_write()) == before + 1
+    assert len(own_threads("arrowcache-publish")) == 1
 
 
 def test_the_thread_lives_on_where_it_cannot_tell_who_waits(store, reader, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from begun import own_threads
 from helpers import (
     DEADLINE_SECONDS,
     append_rows,
@@ -28,11 +29,6 @@ from reader_contract import ids_of as ids
 import arrowcache as ac
 from arrowcache import Loader, Snapshot
 from arrowcache.native import engine
-
-
-def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache-worker")]
-
 
 # what an epoch holds
 
@@ -163,8 +159,8 @@ def test_a_loader_that_is_dropped_under_the_cache_s_lock_ends_its_threads_after_
     ids(loader)
     with cache.store.locked():
         del loader  # as the garbage collector may
-        assert loader_threads()
-    assert not loader_threads()
+        assert own_threads("arrowcache-worker")
+    assert not own_threads("arrowcache-worker")
 
 
 def test_dropping_a_closed_iterator_asks_for_no_lock(cache):
@@ -317,7 +313,7 @@ def test_a_signal_handler_may_ask_for_stats_and_close_while_its_thread_is_counti
 def test_close_while_another_thread_waits_in_iter_ends_that_and_leases_nothing(tmp_path, rows_come):
     cache = make_cache(tmp_path / "cache")
     publish(cache, 1)
-    before, looks, errors = loader_threads(), [], []
+    looks, errors = [], []
     loader = Loader(cache, 32, timeout=None, where=lambda segment: looks.append(segment) or True)
 
     def begin():
@@ -335,7 +331,7 @@ def test_close_while_another_thread_waits_in_iter_ends_that_and_leases_nothing(t
     thread.join(DEADLINE_SECONDS)
     assert errors == ["the loader is closed: make a new one"]
     assert cache.stats().leased_bytes == 0
-    assert len(loader_threads()) <= len(before)
+    assert not own_threads("arrowcache-worker")
 
 
 def test_stats_count_what_was_delivered(cache):

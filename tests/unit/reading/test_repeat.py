@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from begun import own_threads
 from helpers import DEADLINE_SECONDS, ids_of, publish, wait_until
 
 import arrowcache as ac
@@ -25,11 +26,6 @@ def take_epoch(endless: Any, loader: Loader) -> list[int]:
     found = ids_of([next(endless)])
     assert loader.steps is not None
     return found + ids_of(next(endless) for _ in range(loader.steps - 1))
-
-
-def threads() -> list[str]:
-    """The package's own threads."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache")]
 
 
 class Switch:
@@ -161,7 +157,6 @@ def test_a_state_loaded_while_the_next_epoch_begins_is_not_lost(cache):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["close", "break", "del", "loader"])
 def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache, how, workers):
-    before = len(threads())
     loader = loader_of(cache, workers=workers)
     endless = loader.repeat()
     for step, _ in enumerate(endless):
@@ -187,7 +182,7 @@ def test_its_end_leaves_no_lease_and_a_closed_or_dropped_loader_no_thread(cache,
         if how != "loader":
             assert len(ids_of(loader)) == 56
         loader.close()
-    wait_until(lambda: len(threads()) <= before, f"the threads to end: {threads()}")
+    wait_until(lambda: not own_threads("arrowcache"), f"the threads to end: {own_threads()}")
 
 
 @pytest.mark.parametrize("workers", [0, 3])
@@ -259,7 +254,6 @@ def test_rows_that_never_come_raise_in_the_step_that_needs_them_and_no_earlier(c
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_close_while_it_waits_for_rows_ends_it_and_wakes_the_consumer(cache, workers):
-    before = len(threads())
     where = Switch()
     loader = loader_of(cache, 8, where=where, workers=workers, prefetch=1, timeout=None)
     endless = loader.repeat()
@@ -272,4 +266,4 @@ def test_close_while_it_waits_for_rows_ends_it_and_wakes_the_consumer(cache, wor
     loader.close()
     consumer.join(DEADLINE_SECONDS)
     assert results == ["the end"]
-    wait_until(lambda: len(threads()) <= before, "all threads to end")
+    wait_until(lambda: not own_threads("arrowcache"), "all threads to end")

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from begun import own_threads
 from helpers import DEADLINE_SECONDS, limit, wait_until
 from processes import Script
 from reader_contract import ids_of as ids
@@ -17,10 +18,6 @@ from arrowcache import Loader
 
 def loader_of(cache: ac.Cache, size: int = 8, workers: int = 3, **options: Any) -> Loader:
     return Loader(cache, size, workers=workers, worker_type="thread", **options)
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arrowcache-worker")]
 
 
 # order and content
@@ -51,7 +48,6 @@ def test_transforms_that_end_in_another_order_are_delivered_in_step_order(cache)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_close_while_a_transform_blocks_is_bounded_and_lets_go_when_it_returns(cache, monkeypatch, workers):
     limit(monkeypatch, join_seconds=0.1)
-    before = len(threads())
     inside, go_on = threading.Event(), threading.Event()
 
     def transform(batch):
@@ -67,13 +63,12 @@ def test_close_while_a_transform_blocks_is_bounded_and_lets_go_when_it_returns(c
     with pytest.raises(RuntimeError, match="was closed"):
         next(epoch)
     go_on.set()
-    wait_until(lambda: len(threads()) <= before, "the threads to end")
+    wait_until(lambda: not own_threads("arrowcache-worker"), "the threads to end")
     assert cache.stats().leased_bytes == 0
 
 
 def test_a_loader_that_is_dropped_while_transforms_block_leaves_no_thread(cache, monkeypatch):
     limit(monkeypatch, join_seconds=0.1)
-    before = len(threads())
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def transform(batch):
@@ -87,7 +82,7 @@ def test_a_loader_that_is_dropped_while_transforms_block_leaves_no_thread(cache,
     del epoch
     gc.collect()
     go_on.set()
-    wait_until(lambda: len(threads()) <= before, "the threads to end")
+    wait_until(lambda: not own_threads("arrowcache-worker"), "the threads to end")
     wait_until(lambda: cache.stats().leased_bytes == 0, "the lease to end")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from begun import own_threads
 from helpers import (
     DEADLINE_SECONDS,
     KIB,
@@ -941,7 +942,7 @@ class Engine:
 
 
 def is_at_work() -> bool:
-    return "arrowcache-pool" in [thread.name for thread in threading.enumerate()]
+    return bool(own_threads("arrowcache-pool"))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from begun import own_threads
 from drawing import fill
 from helpers import limit, wait_until
 
@@ -150,9 +151,8 @@ def test_reads_of_many_calls_run_at_a_time_too():
 
 
 def test_a_sampler_without_reads_starts_no_thread():
-    before = threading.active_count()
     assert ids_of(lambda rng: map(row, range(ROWS))) == list(range(ROWS))
-    assert threading.active_count() == before
+    assert not own_threads()
 
 
 def test_the_sampler_is_called_and_closed_in_the_tasks_thread_and_reads_are_elsewhere():
@@ -229,10 +229,10 @@ def test_reads_that_were_given_up_do_not_run_and_those_at_work_count():
 
 def test_threads_end_once_there_is_nothing_to_read(monkeypatch):
     limit(monkeypatch, idle_read_seconds=0.05)
-    before, threads = threading.active_count(), Threads(4)
+    threads = Threads(4)
     for _ in range(3):
         assert ids_of(counting(Store().read, seconds=0.001), threads=threads) == list(range(ROWS))
-        wait_until(lambda: threading.active_count() == before, "the threads' end")
+        wait_until(lambda: not own_threads(), "the threads' end")
     assert not threads.are_reading
 
 

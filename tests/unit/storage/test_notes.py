@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
+from begun import own_threads
 from helpers import in_child, make_cache, publish, sample, wait_until
 
 import arrowcache as ac
@@ -61,10 +62,6 @@ def values(cache, name):
 
 def note_names(cache):
     return sorted(os.listdir(cache.path / "notes"))
-
-
-def annotating():
-    return [thread for thread in threading.enumerate() if thread.name == "arrowcache-annotate"]
 
 
 def annotate_one(path):
@@ -724,10 +721,9 @@ def test_a_cache_that_is_made_again_at_its_path_has_notes_of_its_own(cache, tmp_
 
 
 def test_annotating_makes_one_thread_which_ends(cache):
-    wait_until(lambda: not annotating(), "threads of other tests")
     for _ in range(3):
         cache.annotate("0:0", loss=1)
-    (thread,) = annotating()
+    (thread,) = own_threads("arrowcache-annotate")
     thread.join(60)
     assert not thread.is_alive()
     assert values(cache, "loss") == {(0, 0): 1.0}
@@ -750,11 +746,10 @@ def test_after_any_error_the_next_value_is_written_with_those_before(cache, monk
     def fails(*_: object, **__: object) -> None:
         raise MemoryError
 
-    wait_until(lambda: not annotating(), "threads of other tests")
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "link_note", fails)
         cache.annotate("0:0", loss=1)
-        (thread,) = annotating()
+        (thread,) = own_threads("arrowcache-annotate")
         thread.join(60)
     cache.annotate("0:1", loss=2)
     wait_until(lambda: Notes(cache.store).names() == ["loss"], "the file")

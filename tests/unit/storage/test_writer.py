@@ -12,6 +12,7 @@ import warnings
 
 import numpy as np
 import pytest
+from begun import own_threads
 from helpers import make_cache, publish, published_ids, sample, segment_files, seqs, wait_until
 
 import arrowcache as ac
@@ -39,10 +40,6 @@ def full(cache):
 def many(first, count):
     samples = [sample(number) for number in range(first, first + count)]
     return {"id": np.array([s["id"] for s in samples]), "image": np.stack([s["image"] for s in samples])}
-
-
-def flushers():
-    return [thread for thread in threading.enumerate() if thread.name == "arrowcache-flush"]
 
 
 def test_a_full_segment_is_published_at_once_and_the_rest_at_close(cache):
@@ -159,7 +156,7 @@ def test_leaving_by_an_exception_ends_the_writer_though_publishing_fails(cache, 
     writer = cache.writer(max_delay=60)
     with pytest.warns(RuntimeWarning, match="Input/output"), pytest.raises(KeyError):
         leave_by_an_exception(writer, 1)
-    assert flushers() == []
+    assert own_threads("arrowcache-flush") == []
     with pytest.raises(ValueError, match="closed"):
         writer.append(sample(1))
 
@@ -321,7 +318,7 @@ def test_a_part_filled_segment_is_published_after_max_delay(cache):
         writer.append(sample(1))
         writer.append(sample(2))
         wait_until(lambda: published_ids(cache) == [0, 1, 2], "the second")
-    assert flushers() == []
+    assert own_threads("arrowcache-flush") == []
     assert published_ids(cache) == [0, 1, 2]
 
 
@@ -335,10 +332,10 @@ def test_max_delay_does_not_wait_for_room_but_tries_again(full):
     cache, lease = full
     with cache.writer(max_delay=0.01, on_full="raise") as writer:
         writer.append(sample(12345))
-        wait_until(lambda: len(flushers()) == 1, "the flusher")
+        wait_until(lambda: len(own_threads("arrowcache-flush")) == 1, "the flusher")
         lease.close()
         wait_until(lambda: published_ids(cache)[-1] == 12345, "the sample")
-    assert flushers() == []
+    assert own_threads("arrowcache-flush") == []
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ac.CacheFormatError("damaged")])
@@ -360,7 +357,7 @@ def test_max_delay_survives_an_error_and_tries_again(cache, monkeypatch, error):
 def test_no_thread_is_made_without_max_delay_or_without_a_sample(cache):
     with cache.writer() as plain, cache.writer(max_delay=60):
         plain.append(sample(0))
-        assert flushers() == []
+        assert own_threads("arrowcache-flush") == []
 
 
 def test_several_threads_may_share_a_writer(cache):
@@ -385,7 +382,7 @@ def test_several_threads_may_share_a_writer(cache):
 def drop(writers):
     """Drop them, and wait for their threads: one of these may be the last to have its writer."""
     writers.clear()
-    wait_until(lambda: not flushers(), "the end of the thread")
+    wait_until(lambda: not own_threads("arrowcache-flush"), "the end of the thread")
 
 
 @pytest.mark.parametrize("max_delay", [None, 60])
@@ -401,7 +398,7 @@ def test_a_forgotten_writer_that_published_what_it_had_ends_its_thread_too(cache
     writer.append(sample(0))
     wait_until(lambda: published_ids(cache) == [0], "the sample")
     del writer
-    wait_until(lambda: not flushers(), "the end of the thread")
+    wait_until(lambda: not own_threads("arrowcache-flush"), "the end of the thread")
 
 
 @pytest.mark.slow

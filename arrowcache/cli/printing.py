@@ -129,9 +129,11 @@ def to_json(value: Any) -> Any:
 
 
 def to_text(value: object) -> str:
-    """A cell: a large tensor shows its dtype, its shape and where its values begin."""
+    """A cell: a large tensor shows its dtype, its shape and where its values begin; a list has all its items."""
     if value is None:
         return ""
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return ", ".join(map(to_text, value))
     if isinstance(value, np.ndarray) and value.ndim:
         shown = " ".join(to_text(item) for item in value.reshape(-1)[:_SHOWN_ELEMENTS])
         more = " ..." if value.size > _SHOWN_ELEMENTS else ""

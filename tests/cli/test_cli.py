@@ -613,6 +613,10 @@ def test_rows_are_shown_and_exported_with_their_ids_and_marks(call, cache, tmp_p
     assert [row[3:5] for row in rows] == [["False", ""], ["True", "bad"], ["False", ""]]
     asked = call("sql", cache.path, "select _reason, 'nan'::float from cache order by id limit 2")[1]
     assert table(asked)[1:] == [["", "nan"], ["bad", "nan"]]
+    cache.tag((0, 2), "ünlike")
+    asked = call("sql", cache.path, "select id, _tags from cache order by id limit 3")[1]
+    shown = table(call("head", cache.path, "-n", "3", "-c", "id")[1])
+    assert [row[-1] for row in shown[1:]] == [row[1] for row in table(asked)[1:]] == ["", "", "hard, ünlike"]
     for given, exported, marked in (
         ([], 159, False), (["--rows", "included"], 159, False), (["--rows", "all"], 160, True),
         (["--rows", "hard"], 2, False), (["--rows", "1:3"], 1, False),

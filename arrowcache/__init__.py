@@ -19,6 +19,7 @@ General layout, from top to bottom; an import only points down:
     lifetimes.py             how things end: forks, finalizers, the exit, Ctrl-C
     arguments.py             what a face takes, and what it says to other names
     display.py               how values show themselves, as text and as HTML
+    progress.py              a bar on stderr, which may be gone
     os_errors.py, errors.py  advice where the kernel refuses; the exception tree
     cgroup.py, linux.py      the memory and processors there are; the kernel's calls
     units.py, limits.py      sizes, times and counts as people write them, and as they are bounded

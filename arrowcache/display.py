@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import html
 import math
-import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple
 
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
@@ -34,63 +32,6 @@ _TEXT_WIDTH = 40  # characters of a bar
 _CELL_HEIGHT = 40
 _MOST_NAME = 40
 _MOST_OPEN = 20  # rows of a table; a notebook shows the total of a longer one first
-
-
-# Progress
-
-
-class _Stderr:
-    """The standard error stream; what it does not take is left out: its reader is gone, or the disk full."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
-
-    def flush(self) -> None:
-        with suppress(AttributeError, OSError, ValueError):  # it may have `write` alone
-            self._stream.flush()
-
-
-@contextmanager
-def flushable_stderr() -> Iterator[None]:
-    """Let a fork by multiprocessing flush stderr, though what was written to it before cannot be.
-
-    Where its disk is full, or its reader is gone, Python keeps such text, and raises at each flush.
-    """
-    stream = sys.stderr
-    try:
-        if stream is not None:
-            stream.flush()
-    except OSError:
-        sys.stderr = _Stderr(stream)
-    except (AttributeError, ValueError):  # multiprocessing passes over these
-        pass
-    try:
-        yield
-    finally:
-        sys.stderr = stream
-
-
-def progress_bar(tqdm: Callable[..., Any], progress: bool | None, **options: object) -> Any:
-    """Return a bar of a class of tqdm's, with its options. There is none in a process without stderr.
-
-    Args:
-        progress: show it. None shows it if stderr is a terminal, or in a notebook if the class has a widget.
-    """
-    stream = sys.stderr
-    try:
-        is_there = stream is not None and not getattr(stream, "closed", False)
-    except ValueError:  # it was detached
-        is_there = False
-    if not is_there:
-        return tqdm(**options, disable=True)
-    return tqdm(**options, file=_Stderr(stream), disable=None if progress is None else not progress)
 
 
 # Text

@@ -129,7 +129,7 @@ def to_json(value: Any) -> Any:
 
 
 def to_text(value: object) -> str:
-    """A cell: a large tensor shows its dtype, its shape and where its values begin; a list has all its items."""
+    """A cell: a large tensor shows its dtype, its shape and where its values begin; a list all its items."""
     if value is None:
         return ""
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):

@@ -26,8 +26,9 @@ from arrowcache.arrow.segment import row_bytes
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, SamplerError, SchemaError
 from arrowcache.explore.noted import EXCLUDED, NOTE_KEY, REASON, TAGS
-from arrowcache.explore.walk import AnyCache, progress_bar
+from arrowcache.explore.walk import AnyCache
 from arrowcache.limits import Limits
+from arrowcache.progress import progress_bar
 from arrowcache.storage.file_rows import fingerprint
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.layout import CACHE_JSON
@@ -124,7 +125,7 @@ class ParquetImport:
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
         try:
-            with self._ingest, progress_bar(progress, desc="importing", unit=" rows") as bar:
+            with self._ingest, progress_bar(progress, has_widget=True, desc="importing", unit=" rows") as bar:
                 if self.store is not None:
                     self._ingest.open()
                 for count, path in enumerate(self._paths):

@@ -11,11 +11,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import pyarrow as pa
 
-from arrowcache import display
+from arrowcache.progress import progress_bar
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.mapping import will_need
@@ -39,7 +39,9 @@ def walk(
     Raises: CorruptSegmentError: a damaged segment, which was quarantined.
     """
     batches = snapshot.record_batches(columns)
-    with progress_bar(progress, desc=what, total=snapshot.nbytes, unit="B", unit_scale=True) as bar:
+    with progress_bar(
+        progress, has_widget=True, desc=what, total=snapshot.nbytes, unit="B", unit_scale=True
+    ) as bar:
         ahead = _announced(next(batches, None))
         for count, segment in enumerate(snapshot.segments, start=1):
             batch, ahead = ahead, _announced(next(batches, None))
@@ -47,17 +49,6 @@ def walk(
             del batch
             snapshot.release_oldest(count)
             bar.update(segment.nbytes)
-
-
-def progress_bar(progress: bool | None, **options: object) -> Any:
-    """A bar of tqdm's, with its options: a widget in a notebook, else on stderr.
-
-    Args:
-        progress: show it; None: in a terminal or a notebook.
-    """
-    from tqdm.auto import tqdm  # asyncio, for those who look at much
-
-    return display.progress_bar(tqdm, progress, **options)
 
 
 def _announced(batch: pa.RecordBatch | None) -> pa.RecordBatch | None:

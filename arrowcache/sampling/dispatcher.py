@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from arrowcache.display import progress_bar
 from arrowcache.errors import log
 from arrowcache.lifetimes import Origin, before_threads_are_joined
-from arrowcache.os_errors import explained, importing
+from arrowcache.os_errors import explained
+from arrowcache.progress import progress_bar
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, failure, require_few
 from arrowcache.storage.cache_lock import once_unlocked
@@ -107,11 +107,8 @@ class Dispatcher:
         self._failed_in_a_row = 0
         self._is_settled = False  # a task failed in a way that cannot pass
         self._most_in_a_row = max(options.retries, engine.idle())
-        with importing():
-            import tqdm  # 20 ms that `import arrowcache` need not take
-
         self._bar = progress_bar(
-            tqdm.tqdm, options.progress, desc=f"sampling {options.name}", unit="seg", total=options.segments
+            options.progress, desc=f"sampling {options.name}", unit="seg", total=options.segments
         )
 
     def run(self) -> None:

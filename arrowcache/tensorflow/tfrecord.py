@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Schema
-from arrowcache.display import progress_bar
 from arrowcache.errors import SchemaError
+from arrowcache.progress import progress_bar
 from arrowcache.reading.selection import ALL_ROWS, INCLUDED, chosen_of, require_rows, select_for_export
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.note_lines import Rows
@@ -197,9 +197,7 @@ class TFRecordImport(Intake):
 
     def run(self, progress: bool | None = None) -> None:
         """Import them. Called once; blocks until all is published, or an error, or Ctrl-C."""
-        import tqdm  # as in sampling/dispatcher.py
-
-        with progress_bar(tqdm.tqdm, progress, desc="importing", unit=" rows") as self._bar:
+        with progress_bar(progress, desc="importing", unit=" rows") as self._bar:
             super().run()
         if self.rows_there and not self.imported.rows:
             raise FileExistsError(

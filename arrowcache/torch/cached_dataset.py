@@ -37,10 +37,11 @@ from arrowcache.arrow.items import getter_of_items, item_of, overrides_getitem_a
 from arrowcache.arrow.notation import difference
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
 from arrowcache.cache import Cache
-from arrowcache.display import Card, Facts, Part, Shown, flushable_stderr, printable, progress_bar
+from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
 from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
+from arrowcache.progress import flushable_stderr, progress_bar
 from arrowcache.read_through.outbox import IDLE_SECONDS
 from arrowcache.read_through.places import INDEX
 from arrowcache.read_through.reader import Found, ReadThrough
@@ -560,8 +561,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Returns: the number of items in the cache.
         Raises: the error of the dataset inside.
         """
-        import tqdm
-
         workers = parse_count(workers, "workers", least=0)
         reads = parse_count(reads, "reads", most=MOST_READS)
         reader = self.reader_here()
@@ -582,7 +581,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         with flushable_stderr():
             stored_of_each = iter(making)  # before the bar, whose text a fork writes out
         try:
-            with progress_bar(tqdm.tqdm, progress, total=len(missing), unit=" items", desc="filling") as bar:
+            with progress_bar(progress, total=len(missing), unit=" items", desc="filling") as bar:
                 for stored in stored_of_each:
                     bar.update(len(stored))
                     if not all(stored):

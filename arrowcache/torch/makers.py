@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
-from arrowcache.display import flushable_stderr
 from arrowcache.errors import WorkerError, warn
 from arrowcache.lifetimes import Origin, forgets_in_child, shielded
 from arrowcache.pickling import pickled, unpickled
+from arrowcache.progress import flushable_stderr
 from arrowcache.torch.cached_dataset import CachedDataset, LeftOut, Unwanted, end_workers
 from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.transport import RECEIVING, Result, failure

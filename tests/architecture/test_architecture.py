@@ -26,7 +26,7 @@ LAYERS = {  # an import may only point to a lower number
     "sampling": 3, "reading": 3,
     "storage": 2,
     "arrow": 1,
-    "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
+    "progress": 0.75, "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
     "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
     "arguments": -1, "lifetimes": -1, "limits": -1,
     "units": -2,

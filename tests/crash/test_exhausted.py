@@ -368,6 +368,22 @@ def test_a_pool_that_lacks_a_descriptor_for_its_processes_says_so_and_no_more(ca
     assert asked
 
 
+@pytest.mark.parametrize("has_widget", [False, True])
+def test_a_first_bar_that_lacks_a_descriptor_for_its_import_says_so(has_widget):
+    code = f"""
+    from arrowcache.progress import progress_bar
+
+    bar = lambda: progress_bar(False, has_widget={has_widget})
+    descriptors = Descriptors()
+    descriptors.begin()
+    fails(bar, descriptors.way_out)
+    descriptors.end()
+    with bar():
+        print("well", flush=True)
+    """
+    runs_well(EXHAUSTION + code)
+
+
 #: A user who may have no thread: cold and warm, through each shuffle.
 WITHOUT_THREADS = """
 import os, resource, sys

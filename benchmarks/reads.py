@@ -3,11 +3,14 @@
 Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
 one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
 private memory of the workers. 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 %
-fail; how many tasks are given up.
+fail; how many tasks are given up. 3: rows/s and MB/s of windows of .npy and Zarr. 4: MB/s from a Zarr array
+to batches, whole chunks at a time, in two epochs, beside insitubatch and xbatcher.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
-new cache for seconds, in turns; the rate is of the bytes that are published after the first second.
-Run: `python -m benchmarks.reads`. Results: benchmarks/RESULTS.md.
+new cache for seconds, in turns; the rate is of the bytes that are published after the first seconds. Data is
+not compressed. Our cold epoch begins with the pool and ends with the last batch of all rows.
+Run: `python -m benchmarks.reads`, with `--only windows` for some, and `--peers PYTHON` for a Python of 3.12
+or newer that has insitubatch and xbatcher. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -15,25 +18,30 @@ from __future__ import annotations
 import argparse
 import heapq
 import http.client
+import json
 import os
 import random
+import re
 import selectors
 import socket
+import stat
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import psutil
+import zarr
 
 import arrowcache as ac
+from arrowcache.sampling.sources import ArrayWindows
 from benchmarks.history import remember
 from benchmarks.measure import machine
 from benchmarks.peers.tree import private_bytes
@@ -42,19 +50,24 @@ MIB, KIB = 1 << 20, 1 << 10
 DELAY_SECONDS, TAIL_SECONDS = 0.02, 1.0
 SECONDS, REPEATS, OBJECTS = 5.0, 3, 1 << 20
 MEMORY_BYTES = 256 * MIB
+_RANGE = re.compile(rb"[Rr]ange: bytes=(\d+)-(\d*)")
 
 
 class Store:
-    """Answers GET /<bytes>/<number> by that many bytes, some time after the request. One thread."""
+    """Answers some time after the request, in one thread.
 
-    def __init__(self, delay: float, tail: float, failing: float) -> None:
-        self._delay, self._tail, self._failing = delay, tail, failing
+    GET /<bytes>/<number> has so many bytes; /bucket/<path> is a file of `folder`, as S3 has it: HEAD, ranges.
+    """
+
+    def __init__(self, delay: float, tail: float, failing: float, folder: str = "") -> None:
+        self._delay, self._tail, self._failing, self._folder = delay, tail, failing, folder
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._memory = os.memfd_create("objects")
         os.write(self._memory, np.random.default_rng(0).bytes(MEMORY_BYTES))
         self._events = selectors.EpollSelector()
+        self._files: dict[str, int] = {}  # descriptors
         self._waiting: list[tuple[float, int, socket.socket, bytes]] = []  # heap: when, number, request
-        self._sending: dict[socket.socket, list[int]] = {}  # offset and bytes left of each object
+        self._sending: dict[socket.socket, tuple[int, int, int]] = {}  # descriptor, offset and bytes left
         self._number = 0
 
     @property
@@ -102,29 +115,60 @@ class Store:
         if random.random() < self._failing:
             client.send(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
             return
-        nbytes, number = map(int, request.split(b" ", 2)[1].split(b"/")[1:3])
-        client.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % nbytes)
-        self._sending[client] = [number * nbytes % (MEMORY_BYTES - nbytes), nbytes]
+        method, target, _ = request.split(b" ", 2)
+        if not target.startswith(b"/bucket/"):
+            nbytes, number = map(int, target.split(b"/")[1:3])
+            client.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % nbytes)
+            self._begin(client, self._memory, number * nbytes % (MEMORY_BYTES - nbytes), nbytes)
+            return
+        path = target.partition(b"?")[0].decode()
+        fd = self._files.get(path)
+        if fd is None:
+            try:
+                fd = self._files[path] = os.open(self._folder + path.removeprefix("/bucket"), os.O_RDONLY)
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise FileNotFoundError
+            except OSError:
+                client.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                return
+        size = os.fstat(fd).st_size
+        first, last, told = 0, size - 1, b"200 OK"
+        if asked := _RANGE.search(request):
+            first = int(asked[1])
+            last = min(int(asked[2] or last), last)
+            told = b"206 Partial Content\r\nContent-Range: bytes %d-%d/%d" % (first, last, size)
+        head = b'HTTP/1.1 %s\r\nContent-Length: %d\r\nETag: "1"\r\n%s\r\n\r\n'
+        client.send(head % (told, last + 1 - first, b"Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT"))
+        if method == b"GET":
+            self._begin(client, fd, first, last + 1 - first)
+
+    def _begin(self, client: socket.socket, fd: int, offset: int, nbytes: int) -> None:
+        self._sending[client] = fd, offset, nbytes
         self._events.modify(client, selectors.EVENT_WRITE)
         self._send(client)
 
     def _send(self, client: socket.socket) -> None:
-        offset, left = self._sending[client]
+        fd, offset, left = self._sending[client]
         try:
-            sent = os.sendfile(client.fileno(), self._memory, offset, left)
+            sent = os.sendfile(client.fileno(), fd, offset, left)
         except BlockingIOError:
             return
+        except (BrokenPipeError, ConnectionResetError):  # its worker was killed
+            sent = left
         if sent == left:
             del self._sending[client]
             self._events.modify(client, selectors.EVENT_READ)
         else:
-            self._sending[client] = [offset + sent, left - sent]
+            self._sending[client] = fd, offset + sent, left - sent
 
 
 @contextmanager
-def store(delay: float = DELAY_SECONDS, tail: float = 0.0, failing: float = 0.0) -> Iterator[int]:
+def store(
+    delay: float = DELAY_SECONDS, tail: float = 0.0, failing: float = 0.0, folder: str = ""
+) -> Iterator[int]:
     """A store in a process of its own. Yields its port."""
-    command = [sys.executable, "-m", "benchmarks.reads", "--serve", str(delay), str(tail), str(failing)]
+    command = [sys.executable, "-m", "benchmarks.reads"]
+    command += ["--serve", str(delay), str(tail), str(failing), folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -164,26 +208,36 @@ def memory_of_workers() -> int:
     return sum(private_bytes(worker.pid) for worker in workers)
 
 
-def filled(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]:
-    """MB/s, seconds to the first row, MiB of the workers, tasks tried again and given up. reads=0: none."""
+def filled(
+    sampler: Any, schema: ac.Schema, workers: int, reads: int, seconds: float = SECONDS, settle: float = 1
+) -> dict[str, float]:
+    """MB/s, rows/s, seconds to the first row, MiB of the workers, tasks tried again and given up.
+
+    Args:
+        reads: 0: one at a time.
+        settle: seconds after the first row that are not counted.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        schema = {"x": ac.Tensor("uint8", (nbytes,)), "id": ac.Tensor("int64")}
         cache = ac.Cache.create(f"{folder}/cache", schema, "4GB", "32MiB")
-        sampler = Objects(port, nbytes, by_reads=reads > 0)
         began = time.perf_counter()
         with ac.SamplerPool(cache, sampler, workers=workers, reads=reads or 1, progress=False) as pool:
             pool.wait(rows=1, timeout=60)
             first = time.perf_counter() - began
-            time.sleep(1)
+            time.sleep(settle)
             before, since = pool.stats(), time.perf_counter()
-            time.sleep(SECONDS)
+            time.sleep(seconds)
             memory = memory_of_workers()
             after, until = pool.stats(), time.perf_counter()
-        rate = (after.bytes - before.bytes) / (until - since) / 1e6
         return {
-            "MB/s": rate, "first row, s": first, "MiB": memory / MIB,
-            "retries": after.retries, "given up": after.failures,
+            "MB/s": (after.bytes - before.bytes) / (until - since) / 1e6,
+            "rows/s": (after.rows - before.rows) / (until - since),
+            "first row, s": first, "MiB": memory / MIB, "retries": after.retries, "given up": after.failures,
         }  # fmt: skip
+
+
+def objects(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]:
+    schema = ac.Schema({"x": ac.Tensor("uint8", (nbytes,)), "id": ac.Tensor("int64")})
+    return filled(Objects(port, nbytes, by_reads=reads > 0), schema, workers, reads)
 
 
 def rate_of_the_store() -> float:
@@ -209,7 +263,7 @@ def rate_of_the_store() -> float:
         return sum(read) * MIB / 3 / 1e6
 
 
-CASES: dict[str, tuple[dict[str, float], int, int, int]] = {
+CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "1 MiB, one at a time": ({}, MIB, 2, 0),
     "1 MiB, reads=32": ({}, MIB, 2, 32),
     "64 KiB, one at a time": ({}, 64 * KIB, 2, 0),
@@ -220,27 +274,123 @@ CASES: dict[str, tuple[dict[str, float], int, int, int]] = {
 }
 
 
-def main() -> None:
-    print(machine())
+def uri(port: int, name: str) -> str:
+    return f"s3://k:s@bucket/{name}?endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1"
+
+
+def write_arrays(folder: str) -> None:
+    """256 MiB as Zarr by three forms of chunks, and 4 GiB of zeros as .npy."""
+    np.lib.format.open_memmap(f"{folder}/x.npy", "w+", np.float32, (1 << 30,))
+    flat = np.random.default_rng(0).random(64 * MIB, np.float32)
+    options: dict[str, Any] = {"compressors": None}
+    zarr.create_array(f"{folder}/small.zarr", data=flat, chunks=(16 * KIB,), **options)
+    zarr.create_array(f"{folder}/large.zarr", data=flat, chunks=(256 * KIB,), **options)
+    group = zarr.open_group(f"{folder}/rows.zarr", mode="w")
+    rows = flat.reshape(-1, 4096)
+    names = ("row", "value")  # which xarray wants
+    group.create_array("x", data=rows, chunks=(64, 4096), dimension_names=names, **options)
+    zarr.consolidate_metadata(f"{folder}/rows.zarr")
+
+
+WINDOWS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    ".npy, windows of 4 KiB": ("x.npy", (1024,), {}),
+    "Zarr, chunks of 64 KiB, windows of 4": ("small.zarr", (1024,), {}),
+    "Zarr, chunks of 1 MiB, windows of 256 KiB": ("large.zarr", (64 * KIB,), {}),
+    "the same, 4 windows a chunk": ("large.zarr", (64 * KIB,), {"windows_per_chunk": 4}),
+}
+
+
+def windows(folder: str) -> None:
+    """Two workers of 32 reads each. A pool's first segments are small, and waste reads: 8 s settle them."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in WINDOWS}
+    for _ in range(REPEATS):
+        for name, (file, shape, options) in WINDOWS.items():
+            with store(folder=folder) as port:
+                source = ArrayWindows([uri(port, file)], shape, **options)
+                found[name].append(filled(source, source.schema, 2, 32, settle=8))
+    tell(found)
+
+
+def to_batches(folder: str, python: str) -> None:
+    """Batches of 64 rows of 16 KiB, in chunks of 1 MiB."""
+    found: dict[str, list[dict[str, float]]] = {"arrowcache": []}
+    for _ in range(REPEATS):
+        with store(folder=folder) as port:
+            found["arrowcache"].append(whole_chunks(uri(port, "rows.zarr/x")))
+        for peer in ("insitubatch", "xbatcher") if python else ():
+            with store(folder=folder) as port:
+                command = [python, "benchmarks/zarr_peers.py", peer, f"http://127.0.0.1:{port}"]
+                command += ["bucket/rows.zarr"]
+                said = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+                found.setdefault(peer, []).append(json.loads(said))
+    tell(found)
+
+
+def whole_chunks(source_uri: str) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        source = ArrayWindows([source_uri], (1, 4096), windows_per_chunk=64)
+        cache = ac.Cache.create(f"{folder}/cache", source.schema, "1GB", "32MiB")
+        rows = 64 * MIB // 4096
+        with (
+            ac.SamplerPool(cache, source, workers=2, reads=32, progress=False) as pool,
+            ac.Loader(cache, 64) as loader,
+        ):
+            next(iter(loader))
+            first = time.perf_counter() - began
+            pool.wait(rows=rows, timeout=60)
+        with ac.Loader(cache, 64) as loader:
+            nbytes = sum(each.nbytes for batch in loader for each in batch.values())
+            cold = nbytes / (time.perf_counter() - began) / 1e6
+            since = time.perf_counter()
+            nbytes = sum(each.nbytes for batch in loader for each in batch.values())
+            second = nbytes / (time.perf_counter() - since) / 1e6
+        return {"first batch, s": first, "cold, MB/s": cold, "second epoch, MB/s": second}
+
+
+def own_reader() -> None:
     print(f"store: {rate_of_the_store():.0f} MB/s")
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for _ in range(REPEATS):
         for name, (options, nbytes, workers, reads) in CASES.items():
             with store(**options) as port:
-                found[name].append(filled(port, nbytes, workers, reads))
-    for name, runs in found.items():
-        medians = {what: statistics.median(run[what] for run in runs) for what in runs[0]}
-        print(f"{name:>32}: {', '.join(f'{value:.4g} {what}' for what, value in medians.items())}")
+                found[name].append(objects(port, nbytes, workers, reads))
+    tell(found)
     one, many = (found[f"1 MiB, {how}"] for how in ("one at a time", "reads=32"))
     remember("reads", {"1 MiB": [b["MB/s"] / a["MB/s"] for a, b in zip(one, many, strict=True)]})
 
 
+def tell(found: dict[str, list[dict[str, float]]]) -> None:
+    """Print the medians of each case."""
+    for name, runs in found.items():
+        medians = {what: statistics.median(run[what] for run in runs) for what in runs[0]}
+        print(
+            f"{name:>42}: {', '.join(f'{value:.4g} {what}' for what, value in medians.items())}", flush=True
+        )
+
+
+def main(only: str | None, python: str) -> None:
+    print(machine())
+    if only in (None, "objects"):
+        own_reader()
+    with tempfile.TemporaryDirectory() as folder:
+        if only != "objects":
+            write_arrays(folder)
+        if only in (None, "windows"):
+            windows(folder)
+        if only in (None, "batches"):
+            to_batches(folder, python)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--serve", nargs=3, type=float)
-    serve: Callable[[], None] = main
-    if asked := parser.parse_args().serve:
-        made = Store(*asked)
+    parser.add_argument("--serve", nargs=4)
+    parser.add_argument("--only", choices=["objects", "windows", "batches"])
+    parser.add_argument("--peers", metavar="PYTHON", default="")
+    asked = parser.parse_args()
+    if asked.serve:
+        delay, tail, failing, folder = asked.serve
+        made = Store(float(delay), float(tail), float(failing), folder)
         print(made.port, flush=True)
-        serve = made.serve
-    serve()
+        made.serve()
+    main(asked.only, asked.peers)

@@ -42,6 +42,7 @@ Sampler = Callable[["np.random.Generator"], Iterable[Values | Read]]
 T = TypeVar("T")
 
 MOST_EMPTY_CALLS = 3  # of a sampler in a row
+_MOST_FAULTS = 100  # of samples that are tried for a schema
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
@@ -449,6 +450,31 @@ def made_or_fault(make: Callable[[], Values]) -> Values | Fault:
         if getattr(_of_thread, "skips", False) and is_fault(error):
             return Fault(error)
         raise
+
+
+def first_whole(reads: Iterable[Callable[[], T | None]]) -> T | None:
+    """Return the result of the first read that gives one, and does not end in a fault of its sample.
+
+    Raises: the first fault, where none of the first _MOST_FAULTS gives one; whatever else a read raises.
+    """
+    fault = None
+    skipped, _of_thread.skips = getattr(_of_thread, "skips", False), True
+    try:
+        for read in islice(reads, _MOST_FAULTS):
+            try:
+                found = read()
+            except Exception as error:
+                if not is_fault(error):
+                    raise
+                fault = fault or error
+            else:
+                if found is not None:
+                    return found
+    finally:
+        _of_thread.skips = skipped
+    if fault is not None:
+        raise fault
+    return None
 
 
 def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:

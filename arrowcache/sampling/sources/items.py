@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SchemaError
 from arrowcache.native.order import KEYS, Pass, Stage
-from arrowcache.sampling.reads import made_or_fault
+from arrowcache.sampling.reads import first_whole, made_or_fault
 from arrowcache.sampling.retries import settled
 from arrowcache.sampling.sources.source import Source
 from arrowcache.sampling.task import size_of
@@ -54,7 +55,8 @@ class Items(Source):
             numbers, text, bytes and images. A column is named by the way to it: `image`, `0`, `meta.age`.
         passes: number of times that each item is drawn. None means no end.
         columns: keys of a dict, or positions in a tuple, to keep of each item. None means all.
-        schema: types of columns that the first item does not tell, such as Ragged ones.
+        schema: types of columns that the first item does not tell, such as Ragged ones: the first one that
+            can be read, of the first hundred.
         segment_items: items of a segment. None means as many as fit; if their length varies, as many as fill
             a quarter of it if all are like the first one. Give it where the first item is random.
     Raises: TypeError, ValueError: no map-style dataset, or an argument that does not fit. SchemaError: an
@@ -86,8 +88,9 @@ class Items(Source):
             raise ValueError("the dataset is empty: its items' columns cannot be told")
         self._passes = None if passes is None else parse_count(passes, "passes")
         self._segment_items = None if segment_items is None else parse_count(segment_items, "segment_items")
-        first = dataset[0]  # once: it may be slow
-        self._form = ItemForm(first, schema, columns)
+        found = first_whole(partial(_form_of, dataset, at, schema, columns) for at in range(self._length))
+        assert found is not None  # it is not empty
+        self._form, first = found
         self.schema = self._form.schema
         self._first_bytes = self._form.variable_bytes(self._form.row(first))
 
@@ -123,12 +126,8 @@ class Items(Source):
 
     def _row(self, index: int) -> dict[str, Any]:
         item = item_of(self._dataset, index)
-        try:
+        with _none_is_a_fault(item):
             return self._form.row(item)
-        except SchemaError as error:
-            if item is None:
-                settled(error, is_fault=True)
-            raise
 
     def _indices(self, rng: np.random.Generator) -> NDArray[np.int64]:
         sequence, starts = rng.bit_generator.seed_seq, self._starts
@@ -139,3 +138,22 @@ class Items(Source):
         keys = of_pass.generate_state(KEYS, np.uint64).astype(np.uint64)
         first, last = starts[task : task + 2].tolist()
         return Pass(self._length, Stage(np.array([0, self._length], np.int64), keys))(first, last - first)
+
+
+def _form_of(
+    dataset: Any, index: int, schema: Mapping[str, FieldType] | None, columns: Sequence[str | int] | None
+) -> tuple[ItemForm, Any]:
+    item = item_of(dataset, index)
+    with _none_is_a_fault(item):
+        return ItemForm(item, schema, columns), item
+
+
+@contextmanager
+def _none_is_a_fault(item: object) -> Iterator[None]:
+    """Mark the error of an item that is None as a fault: see `is_fault`."""
+    try:
+        yield
+    except SchemaError as error:
+        if item is None:
+            settled(error, is_fault=True)
+        raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Closable
-from arrowcache.sampling.reads import Read, is_read, single, values_of
+from arrowcache.sampling.reads import Read, first_whole, is_read, single, values_of
 from arrowcache.sampling.rows import Rows
 
 
@@ -69,7 +70,7 @@ def ramp_of(source: object) -> bool:
 
 
 def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema:
-    """Return the schema of a source, or of its first sample if it has none.
+    """Return the schema of a source, or of its first whole sample if it has none: see `first_whole`.
 
     Raises: TypeError: not a sampler. SamplerError: it yields nothing. Its own errors.
     """
@@ -81,13 +82,17 @@ def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema
     rng = np.random.default_rng(0)
     samples = single(source(rng), rng)
     try:
-        for sample in samples:
-            found = values_of(sample) if is_read(sample) else sample
-            for one in found.split() if isinstance(found, Rows) else [found]:
-                return Schema.infer(one)
+        found = first_whole(partial(_first_of, sample) for sample in samples)
     finally:
         samples.close()
-    raise SamplerError(f"{what} yielded nothing: it must yield at least one sample a call")
+    if found is None:
+        raise SamplerError(f"{what} yielded nothing: it must yield at least one sample a call")
+    return Schema.infer(found)
+
+
+def _first_of(sample: Any) -> Mapping[str, Any] | None:
+    found = values_of(sample) if is_read(sample) else sample
+    return next(found.split(), None) if isinstance(found, Rows) else found
 
 
 def shuffled(

@@ -570,6 +570,12 @@ def test_a_filter_that_keeps_nothing_ends_a_plan(tmp_path):
 # -- Map and Mix -------------------------------------------------------------------------------------
 
 
+def test_a_map_adds_fields_also_where_a_filter_leaves_no_row_of_a_row_group(parquet):
+    rows = ParquetRows(parquet, ["id"], pc.bit_wise_and(pc.field("id"), 63) == 1)
+    source = Map(rows, lambda sample: {**sample, "twice": 2 * sample["id"]})
+    assert digest(source, 8) == digest(source, 1)
+
+
 def test_a_map_of_what_plans_plans(tmp_path):
     def noisy(sample, rng):
         return {**sample, "noise": rng.random()}

@@ -277,7 +277,7 @@ class RayEngine:
             return
         if done.error:
             self._outcomes.append((task, done))
-        elif not done.rows:  # all its samples were left out
+        elif not done.rows:  # a divided one without a sample
             self._end_task(task, done)
         else:
             self._publish(_Drawn(task, replace(done, waiting_seconds=0.0), file))

@@ -29,8 +29,8 @@ class SamplerPool(Pool):
     Needs `ray.init()` before. The caches are made, or opened, on their nodes; a full one slows the samplers
     down. Task k's segment is the one that `arrowcache.SamplerPool` publishes for (sample, seed, k), and no
     task is repeated by a later pool of the same name and seed as long as one of the nodes lives on. Of
-    `Items` a later pool draws what was left undone, as `arrowcache.SamplerPool` does; with
-    share="replicate" a driver that is killed may leave a task on some nodes only.
+    `Items` and `ParquetRows(passes=1)` a later pool draws what was left undone, as `arrowcache.SamplerPool`
+    does; with share="replicate" a driver that is killed may leave a task on some nodes only.
     A worker or node that is lost while it draws costs nothing: Ray has the task drawn elsewhere. A training
     node that is lost takes its cache with it, and the others go on. `stop()` has Ray raise KeyboardInterrupt
     in the samplers, so that their generators end; one that waits within a call for 4 s more is killed. The

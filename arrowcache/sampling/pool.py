@@ -270,8 +270,8 @@ class SamplerPool(Pool):
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
         name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and
-            draws before it what earlier pools of `Items` left undone. It has no part in the random streams:
-            pools of other names draw the same samples, unless their seeds differ.
+            draws before it what earlier pools of `Items`, or of `passes`, left undone. It has no part in the
+            random streams: pools of other names draw the same samples, unless their seeds differ.
         executor: any concurrent.futures.Executor whose workers run on this host: a ThreadPoolExecutor or
             ProcessPoolExecutor, `loky.get_reusable_executor()`, Dask's `client.get_executor()`, an
             `mpi4py.futures.MPIPoolExecutor`. The pool does not shut it down, and ends if it breaks. None:
@@ -293,7 +293,7 @@ class SamplerPool(Pool):
             that does not fit the schema, a lack of memory, and what a generator itself raises, since it
             cannot go on. The pool ends once more than 1 % of its samples are left out, of 1,000 at least, or
             the first 100. A task's rows are then a function of (sample, seed, k) and of which samples fail.
-    Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled, `Items`
+    Raises: ValueError, TypeError: an argument that does not fit, a sampler that cannot be pickled, samples
         that earlier pools of this name and seed divided otherwise.
         ValueError: LOCAL_RANK, as torchrun, Accelerate and Lightning set it, says that this is not the first
         rank of its node: there it would be one pool a rank.

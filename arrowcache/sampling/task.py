@@ -100,11 +100,11 @@ class Task:
 class Done:
     """The result of a task.
 
-    `rows` is 0 if it was stopped or failed. `error` is the traceback of its exception: as text,
+    `rows` is 0 if it was stopped or failed, or has none. `error` is the traceback of its exception: as text,
     because not every exception survives the way back to the pool's process. `settled`: trying again would end
     in the same way; a store that refuses may even lock the account in the end.
     `lacks_sampler`: nothing was done, as the worker lacks the sampler. Of `drawn` samples `skipped` were left
-    out, the last for `fault`, and if they were all there are, `rows` is 0, too.
+    out, the last for `fault`.
     """
 
     number: int
@@ -378,7 +378,7 @@ def draw(
         check: called before each sample, and may raise.
         go_on: called in its place while a sample is read, and none is left to begin: see `Samples.take`.
         progress: counts each row.
-    Returns: the counts. The builder is empty if all samples of a divided task were left out.
+    Returns: the counts. The builder is empty if a divided task has no sample, such as after a filter.
     Raises: SamplerError: the sampler yields nothing, or no mapping. SchemaError: a sample does not fit; it is
         named, if the sampler's attribute `drawn` does. What the sampler and its reads raise.
     """
@@ -398,7 +398,7 @@ def draw(
             check()
             sample = samples.take(builder.expected_rows - builder.rows, go_on)
             if sample is None:  # a call has ended
-                if samples.are_divided and (builder.rows or drawn.skipped):
+                if samples.are_divided:
                     return drawn
                 empty_calls, has_rows = (0 if has_rows else empty_calls + 1), False
                 continue
@@ -420,7 +420,7 @@ def draw(
                 has_rows |= rows.count > 0
                 drawn.count += rows.count > 0
                 empty_rows = 0 if rows.count else empty_rows + 1
-                if empty_rows == _EMPTY_ROWS:
+                if empty_rows == _EMPTY_ROWS and not samples.are_divided:
                     raise SamplerError(f"the sampler yielded Rows without a row {_EMPTY_ROWS} times in a row")
                 samples.learn(rows.count, rows.nbytes)
                 is_full = builder.take(rows, 0) < rows.count or builder.is_full
@@ -433,7 +433,7 @@ def draw(
                 raise settled(
                     SamplerError(
                         f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
-                        "them: give Items a smaller segment_items, or the cache larger segments"
+                        "them: create the cache with fewer segment_rows, or give Items fewer segment_items"
                     )
                 )
             if is_full:

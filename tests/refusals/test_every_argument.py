@@ -1242,6 +1242,7 @@ PLAIN: dict[str, tuple[Face, dict[str, Proof]]] = {
             "columns": differs({}, {"columns": ["size"]}),
             "filter": lambda face, cache: differs({}, {"filter": pc.field("id") > 40})(face, cache),
             "rows_per_group": differs({}, {"rows_per_group": 3}),
+            "passes": differs({}, {"passes": 1}),
             "schema": differs(
                 {}, {"schema": {"id": ac.Tensor("float64")}}, lambda source: [source.schema["id"]]
             ),

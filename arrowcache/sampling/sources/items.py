@@ -22,10 +22,9 @@ from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SchemaError
-from arrowcache.native.order import KEYS, Pass, Stage
 from arrowcache.sampling.reads import first_whole, made_or_fault
 from arrowcache.sampling.retries import settled
-from arrowcache.sampling.sources.source import Source
+from arrowcache.sampling.sources.source import Source, of_task
 from arrowcache.sampling.task import size_of
 from arrowcache.units import format_count, parse_count
 
@@ -120,7 +119,7 @@ class Items(Source):
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         """Draw the items of one task; all of them, where no pool has divided them."""
-        for index in self._indices(rng).tolist():
+        for index in of_task(rng, self._length, self._starts).tolist():
             self.drawn = f"item {index}"
             yield made_or_fault(partial(self._row, index))
 
@@ -128,16 +127,6 @@ class Items(Source):
         item = item_of(self._dataset, index)
         with _none_is_a_fault(item):
             return self._form.row(item)
-
-    def _indices(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        sequence, starts = rng.bit_generator.seed_seq, self._starts
-        if starts is None or not isinstance(sequence, np.random.SeedSequence) or not sequence.spawn_key:
-            return rng.permutation(self._length)
-        number, task = divmod(int(sequence.spawn_key[0]), len(starts) - 1)
-        of_pass = np.random.SeedSequence(sequence.entropy, spawn_key=(number, 0))
-        keys = of_pass.generate_state(KEYS, np.uint64).astype(np.uint64)
-        first, last = starts[task : task + 2].tolist()
-        return Pass(self._length, Stage(np.array([0, self._length], np.int64), keys))(first, last - first)
 
 
 def _form_of(

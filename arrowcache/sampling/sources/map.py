@@ -107,7 +107,8 @@ class Map(Source):
         if not isinstance(values, Rows):
             return self._changed(values, own)
         changed = [self._changed(sample, own) for sample in values.split()]
-        return Rows({name: [each[name] for each in changed] for name in (changed[0] if changed else values)})
+        names = changed[0] if changed else self.schema
+        return Rows({name: [each[name] for each in changed] for name in names})
 
     def _changed(self, sample: Mapping[str, Any], own: list[np.random.Generator]) -> Mapping[str, Any]:
         changed = self._function(dict(sample), *own)

@@ -7,6 +7,9 @@ and a missing column are errors then.
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,31 +27,39 @@ from pyarrow import NativeFile, acero
 from arrowcache.arrow.expression import REPLACE_IT, reason_of, shown, type_of
 from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields, values_of
 from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
-from arrowcache.arrow.segment import row_bytes
+from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
+from arrowcache.pickling import pickled
 from arrowcache.sampling.reads import Read
 from arrowcache.sampling.retries import Retries, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
 from arrowcache.sampling.sources.handles import Handles
 from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, at_once, locate
-from arrowcache.sampling.sources.source import Source
-from arrowcache.units import parse_count
+from arrowcache.sampling.sources.source import Source, of_task, shuffle_of
+from arrowcache.units import format_count, parse_count
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _MOST_OPEN = 128  # files, with their footers
 _READ_BYTES = 8 << 20  # of the rows of a read
 _MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
+_VARIABLE_SHARE = 2  # of a segment, that rows of variable length fill, as far as footers tell
+_TEXT_BYTES = 32  # of a text, where the file has less: it may be there once for many rows
 
 
 class _RowGroup(NamedTuple):
-    """A row group: the number of its file, its number in the file, its rows, and about their bytes."""
+    """A row group: the number of its file, its number in the file, its rows, and about their bytes.
+
+    Or every `parts`-th row of one that no segment holds, from row `part` on.
+    """
 
     file: int
     number: int
     rows: int
     nbytes: int
+    part: int = 0
+    parts: int = 1
 
 
 class _Drawn(NamedTuple):
@@ -101,6 +112,11 @@ class ParquetRows(Source):
         rows_per_group: number of rows of each drawn row group, before the filter. None means all of
             them, in random order, which reads each byte once, and makes neighbours in the file neighbours in
             the cache. A row group is read as a whole anyway.
+        passes: number of times that each row is drawn, in another order each time; then the pool ends. As
+            with `Items`, that holds over all pools of one name and seed on a cache, however they end, and
+            other files, another filter or another form of segments are refused. A task has whole row groups,
+            before the filter, as many as fit: segments may be less than full. A row group that no segment
+            holds is read once for each of its parts. None means rows at random, without end.
         schema: types of the columns, where the files do not determine them: `{"x": Tensor("float32",
             (64, 64))}` of lists that all have 4096 values. Fields that it lacks are left out.
         fill: name -> the value in place of nulls of that column. Without it a null is a SchemaError.
@@ -119,6 +135,9 @@ class ParquetRows(Source):
     lists ragged. Names of a partitioned folder's parts are not columns.
     """
 
+    _shares: list[list[_RowGroup]] | None = None  # of the tasks of a pass, in the order of its places
+    _starts: NDArray[np.int64] | None = None
+
     def __init__(
         self,
         uri: URI | Iterable[URI],
@@ -126,6 +145,7 @@ class ParquetRows(Source):
         filter: pc.Expression | None = None,  # noqa: A002  # its name in pyarrow
         *,
         rows_per_group: int | None = None,
+        passes: int | None = None,
         schema: Schema | Mapping[str, FieldType] | None = None,
         fill: Mapping[str, Any] | None = None,
         filesystem: Any = None,
@@ -141,13 +161,20 @@ class ParquetRows(Source):
             None if rows_per_group is None else parse_count(rows_per_group, "rows_per_group")
         )
         self.ramp = rows_per_group is not None
+        self._passes = None if passes is None else parse_count(passes, "passes")
+        self.is_divided = passes is not None
+        if self.ramp and self.is_divided:
+            raise ValueError("passes= draws all rows of each row group: leave rows_per_group= out")
         self._filter = filter
-        self.plans_exactly = filter is None
+        self.plans_exactly = filter is None and not self.is_divided
         self._fill = dict(fill or {})
         self._kept: Handles[_Open] = Handles(_MOST_OPEN)
         self._store, paths = locate(uri, filesystem, retries)
         self._files = [file for path in paths for file in self._store.find(path, _SUFFIXES)]
-        footers = at_once(self._footer, self._files)
+        if self.is_divided:  # each once, whatever names it
+            self._files = sorted(set(self._files))
+        sized = list(schema or columns or []) if self.is_divided else None
+        footers = at_once(partial(self._footer, sized), self._files)
         self.schema = _schema(self._names(), [footer.fields for footer in footers], columns, schema)
         if unknown := [name for name in self._fill if name not in self.schema]:
             raise ValueError(f"fill has {', '.join(map(repr, unknown))}, which is no column: {self.schema!r}")
@@ -177,6 +204,43 @@ class ParquetRows(Source):
             f"{', '.join(self.schema)})"
         )
 
+    def fitted(self, form: Form) -> ParquetRows:
+        """Return this source; if it is divided, by segments of a form: each task has as much as one holds."""
+        if self._passes is None:
+            return self
+        is_variable = bool(form.schema.variable)
+        most = form.segment_bytes // _VARIABLE_SHARE if is_variable else form.full_rows
+
+        def size(group: _RowGroup) -> int:
+            return max(group.nbytes * is_variable, -(-group.rows * most // form.full_rows))
+
+        shares: list[list[_RowGroup]] = []
+        room = 0
+        for number in shuffle_of(len(self._groups), np.random.SeedSequence(0))(0, len(self._groups)).tolist():
+            whole = self._groups[number]
+            parts = min(whole.rows, math.ceil(size(whole) / most))
+            for part in range(parts):
+                rows = len(range(part, whole.rows, parts))
+                group = whole._replace(rows=rows, nbytes=whole.nbytes // parts, part=part, parts=parts)
+                if not shares or size(group) > room:
+                    shares.append([])
+                    room = most
+                shares[-1].append(group)
+                room -= size(group)
+        fitted = copy.copy(self)
+        fitted._shares, fitted._starts = shares, np.arange(len(shares) + 1)
+        fitted.tasks = self._passes * len(shares)
+        known = [[(*self._files[group.file], *group[1:]) for group in share] for share in shares]
+        digest = hashlib.blake2b(
+            repr(known).encode() + pickled(self._filter, "the filter {!r}"), digest_size=8
+        )
+        fitted.division = (
+            f"{format_count(sum(group.rows for group in self._groups), 'row')} of "
+            f"{format_count(len(self._files), 'file')} in {format_count(len(shares), 'segment')}, and files, "
+            f"filter and segments with the digest {digest.hexdigest()}"
+        )
+        return fitted
+
     def __call__(self, rng: np.random.Generator) -> Iterator[Rows]:
         """Draw rows, some of one row group at a time, in random order."""
         empty = _Empty()
@@ -186,7 +250,10 @@ class ParquetRows(Source):
                 yield self._piece(group, drawn, first, first + self._piece_rows)
 
     def plan_reads(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
-        """Yield reads of row groups that give so many rows together; without end if there is a filter."""
+        """Yield reads of row groups that give so many rows together; without end if there is a filter.
+
+        If it is divided, of those of the task, whatever they give.
+        """
         empty = _Empty()
         for group, taken in self._parts(rng):
             if self.plans_exactly:
@@ -214,6 +281,11 @@ class ParquetRows(Source):
         of small row groups would come more often. So it is begun at a random place, as if the draws had gone
         on for ever before.
         """
+        if self.is_divided:
+            shares = self._shares or [[group] for group in self._groups]
+            for number in of_task(rng, len(shares), self._starts).tolist():
+                yield from ((group, group.rows) for group in shares[number])
+            return
         if self._first is not None:
             group = self._groups[self._first.draw(rng)]
             yield group, int(rng.integers(self._taken(group))) + 1
@@ -223,6 +295,8 @@ class ParquetRows(Source):
 
     def _draw(self, rng: np.random.Generator, group: _RowGroup, taken: int, found: int) -> NDArray[np.int64]:
         """Draw from the rows that a filter left, each as likely as it would be without the filter."""
+        if self.is_divided:
+            return rng.permutation(np.arange(group.part, found, group.parts))
         if found != group.rows:
             taken = int(rng.hypergeometric(found, group.rows - found, taken))
         if taken == found:
@@ -233,7 +307,7 @@ class ParquetRows(Source):
         """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
         table = self._read(group)
         empty.count = empty.count + 1 if table.num_rows == 0 else 0
-        if empty.count >= _MOST_EMPTY:
+        if empty.count >= _MOST_EMPTY and not self.is_divided:
             raise settled(
                 SamplerError(
                     f"{self._names()[group.file]}: the last of {empty.count} row groups in a row of which "
@@ -284,9 +358,9 @@ class ParquetRows(Source):
     def _names(self) -> list[str]:
         return [self._store.name(file.path) for file in self._files]
 
-    def _footer(self, file: ListedFile) -> _Footer:
+    def _footer(self, sized: Sequence[str] | None, file: ListedFile) -> _Footer:
         try:
-            return self._store.run(lambda: _footer(self._store, file, self._filter), file.path)
+            return self._store.run(lambda: _footer(self._store, file, self._filter, sized), file.path)
         except pa.ArrowException as error:
             raise self._damaged(file, error) from None
 
@@ -320,7 +394,9 @@ class _Footer(NamedTuple):
     groups: list[tuple[int, int, int]]
 
 
-def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | None) -> _Footer:
+def _footer(
+    store: ObjectStore, file: ListedFile, condition: pc.Expression | None, sized: Sequence[str] | None
+) -> _Footer:
     fragment = pads.ParquetFileFormat().make_fragment(file.path, store.filesystem, file_size=file.nbytes)
     fragment.ensure_complete_metadata()
     fields = fragment.physical_schema
@@ -334,9 +410,36 @@ def _footer(store: ObjectStore, file: ListedFile, condition: pc.Expression | Non
             ) from None
         with suppress(pa.ArrowException):  # of a column of views: what statistics say cannot be asked
             fragment = fragment.subset(condition)
+
+    taken = {each.name: each.type for each in fields if each.name in (sized or [each.name])}
     return _Footer(
-        fields, [(group.id, group.num_rows, group.total_byte_size) for group in fragment.row_groups]
+        fields,
+        [
+            (each.id, each.num_rows, each.total_byte_size if sized is None else _nbytes(each, taken))
+            for each in fragment.row_groups
+        ],
     )
+
+
+def _nbytes(group: pads.RowGroupInfo, taken: Mapping[str, pa.DataType]) -> int:
+    """About the bytes of columns of a row group once they are read: files may have equal values once."""
+    nbytes = 0
+    for column in map(group.metadata.column, range(group.metadata.num_columns)):
+        path = column.path_in_schema.split(".list.")[0]
+        name = path if path in taken else path.partition(".")[0]
+        if name in taken:
+            least = column.num_values * _value_bytes(taken[name])
+            nbytes += max(column.total_uncompressed_size, least)
+    return nbytes
+
+
+def _value_bytes(found: pa.DataType) -> int:
+    while hasattr(found, "value_type"):
+        found = found.value_type
+    try:
+        return -(-int(found.bit_width) // 8)
+    except ValueError:  # of any width
+        return _TEXT_BYTES
 
 
 class _Open:

@@ -43,7 +43,8 @@ class WebDatasetShards(Source):
         uris: a .tar, a folder with all below it, or several of either, on one store.
         decode: function of a field's name and its bytes that returns the value. None means `decode_by_name`.
         fields: names of the fields. None means those of the first sample. Other files of a sample are left
-            out.
+            out. "json.caption" is a value of the JSON object "json", which `decode` does not see, and
+            "json.size.width" one of an object in it.
         shuffle: number of samples held; a random one of them is yielded for each that is read.
         schema: None means that of the first sample; a ragged field cannot be inferred from it.
         filesystem: of pyarrow.fs or fsspec; the URIs are paths on it. None means the URI's own.
@@ -137,11 +138,15 @@ class WebDatasetShards(Source):
         fields = files if self._fields is None else self._fields
         sample = {}
         for field in fields:
-            if field not in files:
+            file = _file_of(field, files)
+            if file not in files:
                 hint = did_you_mean(str(field), files)
                 raise SchemaError(f"{place}: there is no field {field!r}, {hint}there are {', '.join(files)}")
             try:
-                sample[field] = self._decode(field, files[field])
+                if file == field:
+                    sample[field] = self._decode(field, files[field])
+                else:
+                    sample[field] = _value_of(json.loads(files[file]), field[len(file) + 1 :])
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"  # the text of a KeyError says little
                 raise SchemaError(f"{place}: field {field!r} cannot be decoded: {why}") from error
@@ -157,10 +162,11 @@ def decode_by_name(field: str, data: bytes) -> Any:
     """Decode bytes by the end of a field's name; never a pickle.
 
     `npy` an array, `cls` and `index` an int, `txt` text, `json` its value, if it is a number, text or
-    numbers in lists; `jpg`, `jpeg`, `png`, `ppm` an array (height, width, channels) or (height, width) of
-    uint8, where Pillow is installed; anything else, and pictures without Pillow, the bytes.
+    numbers in lists, or text if it is an object; `jpg`, `jpeg`, `png`, `ppm` an array (height, width,
+    channels) or (height, width) of uint8, where Pillow is installed; anything else, and pictures without
+    Pillow, the bytes.
     """
-    match field.rpartition(".")[2].lower():
+    match _end(field):
         case "npy":
             return npy.read_array(io.BytesIO(data))  # refuses pickles by default
         case "cls" | "cls2" | "index" | "inx" | "id":
@@ -168,14 +174,35 @@ def decode_by_name(field: str, data: bytes) -> Any:
         case "txt" | "text" | "transcript":
             return data.decode()
         case "json":
-            value = json.loads(data)
-            if isinstance(value, dict) or value is None:
-                raise ValueError(f"JSON of a {type(value).__name__} is no value of a field: pass decode=")
-            return value
+            return _value_of(json.loads(data))
         case "jpg" | "jpeg" | "png" | "ppm" | "pgm" | "pbm":
             return _picture(data)
         case _:
             return data
+
+
+def _end(field: str) -> str:
+    return field.rpartition(".")[2].lower()
+
+
+def _file_of(field: str, files: Iterable[str]) -> str:
+    """Return the file that has a field: one of its name, or a JSON object."""
+    objects = [file for file in files if _end(file) == "json" and str(field).startswith(f"{file}.")]
+    return field if field in files else max(objects, key=len, default=field)
+
+
+def _value_of(value: Any, key: str = "") -> Any:
+    """Return a value of JSON, or one in its objects by their keys, joined by dots; an object as text."""
+    while key:
+        names = list(value) if isinstance(value, dict) else []
+        name = key if key in names else key.partition(".")[0]
+        if name not in names:
+            has = f"{did_you_mean(name, names)}it has {', '.join(names)}" if names else "it is no object"
+            raise ValueError(f"JSON without {name!r}, {has}")
+        value, key = value[name], key[len(name) + 1 :]
+    if value is None:
+        raise ValueError("JSON's null is no value of a field: pass decode=")
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
 def _picture(data: bytes) -> Any:

@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Closable
+from arrowcache.native.order import KEYS, Pass, Stage
 from arrowcache.sampling.reads import Read, first_whole, is_read, single, values_of
 from arrowcache.sampling.rows import Rows
 
@@ -62,6 +64,27 @@ class Source(Closable, ABC):
 
     def close(self) -> None:  # a source that opens nothing has nothing to close
         """Close files and connections of this process. Idempotent; the next call opens them again."""
+
+
+def shuffle_of(length: int, sequence: np.random.SeedSequence) -> Pass:
+    """Return a shuffled order of the numbers below `length`."""
+    keys = sequence.generate_state(KEYS, np.uint64).astype(np.uint64)
+    return Pass(length, Stage(np.array([0, length], np.int64), keys))
+
+
+def of_task(rng: np.random.Generator, length: int, starts: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Return those of the numbers below `length` that the task of `rng` draws, in the order of its pass.
+
+    Args:
+        starts: the first place of each task of a pass, and the end. None: a task draws all of them.
+    """
+    sequence = rng.bit_generator.seed_seq
+    if starts is None or not isinstance(sequence, np.random.SeedSequence) or not sequence.spawn_key:
+        return rng.permutation(length)
+    number, task = divmod(int(sequence.spawn_key[0]), len(starts) - 1)
+    first, last = starts[task : task + 2].tolist()
+    order = shuffle_of(length, np.random.SeedSequence(sequence.entropy, spawn_key=(number, 0)))
+    return order(first, last - first)
 
 
 def ramp_of(source: object) -> bool:

@@ -95,6 +95,43 @@ def test_only_the_fields_asked_for_are_decoded(folder):
     assert len(take(ragged, 3)) == 3
 
 
+def test_json_objects_are_text_and_fields_names_values_in_them(tmp_path):
+    files: dict[str, bytes] = {}
+    for number in range(8):
+        found = {"caption": f"größe {number}", "size": {"width": number, "a.b": [number, 1]}, "none": None}
+        files[f"{number}.json"] = files[f"{number}.meta.json"] = json.dumps(found).encode()
+        files[f"{number}.bin"] = b"x"
+    write_tar(tmp_path / "a.tar", files)
+    whole = take(WebDatasetShards(tmp_path), 1)[0]
+    assert json.loads(whole["json"])["size"]["a.b"] == json.loads(whole["meta.json"])["size"]["a.b"]
+    assert "größe" in whole["json"]
+    fields = ["json.caption", "json.size", "meta.json.size.width", "meta.json.size.a.b", "bin"]
+    source = WebDatasetShards(tmp_path, lambda field, data: data * 2, fields=fields)
+    assert source.schema == ac.Schema(
+        {
+            "json.caption": ac.String(), "json.size": ac.String(), "meta.json.size.width": ac.Tensor("int64"),
+            "meta.json.size.a.b": ac.Tensor("int64", (2,)), "bin": ac.Binary(),
+        }
+    )  # fmt: skip
+    for sample in take(source, 8):
+        number = sample["meta.json.size.width"]
+        assert sample == {
+            "json.caption": f"größe {number}",
+            "json.size": json.dumps({"width": number, "a.b": [number, 1]}),
+            "meta.json.size.width": number, "meta.json.size.a.b": [number, 1], "bin": b"xx",
+        }  # fmt: skip
+    floats = WebDatasetShards(tmp_path, schema={"json.size.width": ac.Tensor("float32")})
+    assert floats.schema["json.size.width"] == ac.Tensor("float32")
+    for field, says in {
+        "json.captoin": "without 'captoin', did you mean 'caption'",
+        "json.caption.x": "without 'x', it is no object",
+        "json.none": "null is no value",
+        "bin.x": "there is no field 'bin.x'",
+    }.items():
+        with pytest.raises(SchemaError, match=rf"a\.tar, sample '0': .*{says}"):
+            WebDatasetShards(tmp_path, fields=[field])
+
+
 def test_pictures_become_arrays_where_pillow_is_installed(tmp_path):
     image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 255, (5, 7, 3), np.uint8)
@@ -114,7 +151,7 @@ def test_a_sample_that_lacks_a_field_is_an_error_that_names_shard_sample_and_fie
 
 
 def test_what_cannot_be_decoded_is_an_error_that_names_the_field(tmp_path):
-    for name, data in (("x.cls", b"cat"), ("x.json", b"{}"), ("x.json", b"{"), ("x.txt", b"\xff")):
+    for name, data in (("x.cls", b"cat"), ("x.json", b"null"), ("x.json", b"{"), ("x.txt", b"\xff")):
         write_tar(tmp_path / "a.tar", {name: data})
         with pytest.raises(SchemaError, match=r"a\.tar, sample 'x': field '\w+' cannot be decoded"):
             WebDatasetShards(tmp_path)

@@ -31,12 +31,7 @@ SEAMS = (
 )  # fmt: skip
 """What may be patched: calls of files, of processes, of the kernel and of other libraries, and the limits."""
 PATCHES = re.compile(r"\w+\.(setattr|delattr)|(mock\.)?patch(\.object)?")
-PATCHERS = (
-    "setattr",
-    "delattr",
-    "patch",
-    "object",
-)  # their last names, which say of most calls that they are none
+PATCHERS = ("setattr", "delattr", "patch", "object")  # the last names of these: most calls have others
 GETS = re.compile(r"^((\w+\.)*([sg]et|has|del)attr|patch\.object)\(")
 LIST = Path(__file__).with_name("privates.txt")
 """How many of these each file has still. `python tests/architecture/test_faces.py` writes it anew, if no file

@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("nightly.json")
 SEED = int(os.environ.get("TESTS_SEED", "0"), 16)
@@ -56,6 +57,12 @@ def with_mark(value: Any, mark: pytest.MarkDecorator) -> Any:
 def in_part(number: int, share: int = 3) -> int:
     """Return a share of a number of examples, one at least; in `make nightly` all of them."""
     return number if NIGHTLY in os.environ else max(1, number // share)
+
+
+def some_of(values: Sequence[T], share: int = 3, seed: int = SEED) -> Sequence[T]:
+    """Return one value in so many, from a first that the seed draws; in `make nightly` all of them."""
+    every = 1 if NIGHTLY in os.environ else min(share, len(values))
+    return values[seed % every :: every] if every else values
 
 
 def is_drawn(name: str, share: int, seed: int = SEED) -> bool:

@@ -28,7 +28,7 @@ from begun import own_children
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
 from helpers import flip_byte, in_child, limit, segment_files, wait_until
 from processes import Child, Script, private_mounts, small_disk
-from quick import one_in
+from quick import first_is_quick, one_in
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -685,7 +685,7 @@ def test_a_stop_iteration_of_the_dataset_is_an_error(path):
         assert str(caught.value.__cause__) == "the stream is over"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", first_is_quick([0, 2]))
 def test_a_stop_iteration_of_a_function_is_an_error_of_a_dataloader_and_no_end(path, workers):
     def stop(item):
         if item["y"] == 3:

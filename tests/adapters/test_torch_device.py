@@ -398,15 +398,18 @@ def test_jagged_tensors_are_split_too():
         torch.zeros(1, 5),
         [torch.zeros(4), Movable()],
         torch.eye(4).to_sparse(),  # and others without rows of their own
-        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged).transpose(1, 2),
-        torch.nested.nested_tensor_from_jagged(
+        # Not made as the module is imported, which would import all that torch has for these.
+        lambda: torch.nested.nested_tensor(
+            [torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged
+        ).transpose(1, 2),
+        lambda: torch.nested.nested_tensor_from_jagged(
             torch.ones(5, 2), torch.tensor([0, 3, 5]), lengths=torch.tensor([1, 2])
         ),
     ],
 )
 def test_what_cannot_be_split_is_an_error_that_says_so(batch):
     with (
-        DevicePrefetcher([batch], devices=["cpu", "cpu"]) as prefetcher,
+        DevicePrefetcher([batch() if callable(batch) else batch], devices=["cpu", "cpu"]) as prefetcher,
         pytest.raises(ValueError, match="cannot be split among"),
     ):
         next(iter(prefetcher))

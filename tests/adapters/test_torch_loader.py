@@ -278,6 +278,7 @@ def test_a_loader_has_neither_length_nor_items_and_is_true(cache):
         assert sorted(ids_of(DevicePrefetcher(loader, "cpu"))) == list(range(cache.stats().rows))
 
 
+@pytest.mark.slow
 def test_torch_imports_its_nested_tensors_as_a_loader_of_them_is_made(tmp_path):
     """It takes most of a second, which was the wait for the first batch."""
     schema = ac.Schema({"id": ac.Tensor("int64"), "tokens": ac.Ragged("int32")})

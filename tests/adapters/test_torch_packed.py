@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import limit, make_cache, segment_files, wait_until
-from quick import SEED, in_part
+from quick import one_in, some_of
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -393,8 +393,7 @@ def test_an_epoch_goes_on_at_any_step_with_the_same_batches(cache, split, shuffl
     options: dict[str, Any] = {"split": split, "shuffle": shuffle, "batch_size": 7}
     with packed_of(cache, **options) as loader:
         whole, following = [*loader], [*loader]
-    every = 3 // in_part(3)
-    for step in range(SEED % every, len(whole) + 1, every):
+    for step in some_of(range(len(whole) + 1)):
         with packed_of(cache, **options) as loader:
             epoch = iter(loader)
             for _ in range(step):
@@ -451,7 +450,7 @@ def test_other_ranks_go_on_with_the_rest(cache, split, before, after):
 
 @KINDS
 @pytest.mark.parametrize(("shuffle", "documents"), [("rows", 1000), (None, 1000), ("rows", 12)])
-@pytest.mark.parametrize("step", [0, 1, 7, 20])
+@pytest.mark.parametrize("step", one_in(2, [0, 1, 7, 20]))
 def test_what_has_left_the_cache_is_left_out_and_nothing_else_changes(
     cache, split, shuffle, documents, step, monkeypatch
 ):

@@ -64,14 +64,15 @@ def parsed(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(parsed(path))]
+
+
+@functools.cache
 def imports_of(path: Path, *, at_import: bool = False) -> frozenset[str]:
     """Every module that a file imports, wherever in it; only what runs at import if `at_import`."""
-    tree = parsed(path)
-    nodes = list(ast.walk(tree))
-    if at_import:
-        nodes = list(_unguarded(tree))
     found = set()
-    for node in nodes:
+    for node in _unguarded(parsed(path)) if at_import else nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +100,7 @@ def tops(path: Path) -> set[str]:
 
 
 def attributes_of(path: Path) -> list[ast.Attribute]:
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
+    return [node for node in nodes_of(path) if isinstance(node, ast.Attribute)]
 
 
 def part_of(module: str) -> str:
@@ -306,7 +307,7 @@ def test_no_text_is_ever_run_as_code():
     files = {"np.load", "numpy.load", "np.save", "torch.load", "pd.read_pickle", "pa.deserialize"}
     offenders = []
     for module, path in MODULES.items():
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 is_method = called.startswith(("self.", "re."))  # a network's eval(), a regular expression
@@ -332,7 +333,7 @@ def test_files_of_a_cache_change_in_one_module_only():
         ):
             calls = {
                 f"{ast.unparse(node.func.value)}.{node.func.attr}"
-                for node in ast.walk(parsed(path))
+                for node in nodes_of(path)
                 if isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr in changing
@@ -400,7 +401,7 @@ def test_a_docstring_is_a_sentence_or_a_noun_not_a_clause():
         f"{module}: {node.value.value}"
         for module, path in MODULES.items()
         if part_of(module) != "explore"
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if first_clause(str(node.value.value))
     ]

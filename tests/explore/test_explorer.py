@@ -23,7 +23,7 @@ import wave
 import numpy as np
 import pytest
 from helpers import EVERY_TYPE, wait_until
-from quick import SEED, in_part
+from quick import some_of
 
 pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installed")
 
@@ -48,9 +48,14 @@ def fill(cache, start, stop):
 @pytest.fixture
 def numbers(tmp_path):
     """Four segments of 25 rows."""
-    with ac.Cache.create(tmp_path / "numbers", SCHEMA, "4MiB", "64KiB", 25) as cache:
-        fill(cache, 0, 100)
+    with made_of_numbers(tmp_path / "numbers") as cache:
         yield cache
+
+
+def made_of_numbers(path):
+    cache = ac.Cache.create(path, SCHEMA, "4MiB", "64KiB", 25)
+    fill(cache, 0, 100)
+    return cache
 
 
 class Page:
@@ -83,6 +88,15 @@ def shown(numbers):
     widget = explore.open(numbers)
     yield widget
     widget.close()
+
+
+@pytest.fixture(scope="module")
+def shown_to_all(tmp_path_factory):
+    """The same, for tests whose requests are refused: they change nothing of it."""
+    with made_of_numbers(tmp_path_factory.mktemp("shown") / "numbers") as cache:
+        widget = explore.open(cache)
+        yield widget
+        widget.close()
 
 
 # what is brushed
@@ -389,10 +403,10 @@ def test_once_a_row_has_a_mark_each_row_can_be_opened_and_has_its_marks(numbers,
     ],
 )
 @pytest.mark.parametrize("kind", ["arrow", "exec"])
-def test_its_sql_reaches_no_file_and_no_variable(shown, tmp_path, query, kind):
+def test_its_sql_reaches_no_file_and_no_variable(shown_to_all, tmp_path, query, kind):
     file = tmp_path / "secret.csv"
     file.write_text("a,b\n1,2\n")
-    page = Page(shown)
+    page = Page(shown_to_all)
     content = {"type": kind, "sql": query.format(file=file), "uuid": "1"}
     page.send({"method": "custom", "content": content})
     (answer,) = page.custom
@@ -407,8 +421,7 @@ def test_its_sql_reaches_no_file_and_no_variable(shown, tmp_path, query, kind):
 def test_a_row_of_every_type_can_be_opened(varied):
     widget = explore.open(varied)
     page = Page(widget)
-    every = 3 // in_part(3)
-    for one in widget.ids.tolist()[SEED % every :: every]:
+    for one in some_of(widget.ids.tolist()):
         assert page.ask("open", one=one)["error"] == ""
         assert [column["name"] for column in page.state["detail"]["columns"]] == list(EVERY_TYPE)
     widget.close()
@@ -520,7 +533,7 @@ def test_it_is_closed_in_the_middle_of_another_threads_query(numbers):
 @pytest.fixture
 def served(shown):
     with Server(shown, "a <title>") as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()

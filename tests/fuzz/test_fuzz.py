@@ -13,20 +13,22 @@ import pytest
 from fuzz import campaign, kinds, mutation
 from fuzz.campaign import OTHER_KINDS, SEGMENT_KINDS, all_cases, run
 from helpers import columns_of, file_bytes
+from quick import in_part
 
 
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_damaged_segments_settings_names_and_states_are_refused_or_read_as_written(tmp_path):
-    cases = all_cases(200, (*SEGMENT_KINDS, *OTHER_KINDS), ("fixed", "mixed"))
+    count = in_part(200, 2)
+    cases = all_cases(count, (*SEGMENT_KINDS, *OTHER_KINDS), ("fixed", "mixed"))
     report = run(cases, seed=0, workers=2, found=tmp_path / "found")
     assert report.defects == []
-    assert report.cases == 200
+    assert report.cases == count
     refused, equal = (
         sum(n for k, n in report.outcomes.items() if k.endswith(w)) for w in ("refused", "equal")
     )
-    assert refused > 100, "cases that damage nothing find nothing"
-    assert equal > 20, "cases that are all refused at the first look find nothing"
+    assert refused > count / 2, "cases that damage nothing find nothing"
+    assert equal > count / 10, "cases that are all refused at the first look find nothing"
 
 
 def test_the_lists_of_kinds_and_subjects_are_whole():

@@ -422,11 +422,11 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("face", "options", "error", "words"), CASES, ids=map(named, CASES))
-def test_what_does_not_fit_is_refused_and_nothing_is_left(cache, face, options, error, words):
-    before = left(cache)
+def test_what_does_not_fit_is_refused_and_nothing_is_left(unchanged, face, options, error, words):
+    before = left(unchanged)
     with pytest.raises(error, match=words):
-        FACES[face][0](cache, **options)
-    assert left(cache) == before
+        FACES[face][0](unchanged, **options)
+    assert left(unchanged) == before
 
 
 @pytest.mark.parametrize("name", ["rows", "segments"])

@@ -15,7 +15,8 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, redirect_stderr, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,13 @@ SCHEMA = {
 FIXED = ["id", "size", "heavy", "x"]
 RANKED = {"rank": 0, "world_size": 2, "run_id": "job"}
 Proof = Callable[["Face", ac.Cache], None]
+CHANGES: set[Proof] = set()  # proofs that change the cache which they get
+
+
+def changes(proof: Proof) -> Proof:
+    """It gets a cache of its own: all others share one."""
+    CHANGES.add(proof)
+    return proof
 
 
 class Face(NamedTuple):
@@ -196,6 +204,7 @@ def proves_prefetch(face: Face, cache: ac.Cache) -> None:
             assert counting.calls <= ahead + 1
 
 
+@changes
 def proves_pace(face: Face, cache: ac.Cache) -> None:
     """A pace holds only for those who keep it."""
     cache.set_pace(ac.Pace(max_reuse=1))
@@ -205,6 +214,7 @@ def proves_pace(face: Face, cache: ac.Cache) -> None:
     assert not isinstance(face.seen(cache, paced=False, **options), tuple)
 
 
+@changes
 def proves_run_id(face: Face, cache: ac.Cache, see: Callable[[Any], Any] | None = None) -> None:
     seen = face.seen(cache, see, rank=0, world_size=2)
     assert isinstance(seen, tuple)
@@ -474,32 +484,32 @@ def drawn_list(pool: Any) -> Any:
 
 
 OPENED: list[Path] = []
-SNAPSHOTS: list[ac.Snapshot] = []  # closed at the end of each test
+AT_END = ExitStack()  # of each test
 
 
 def of_pool(cache: ac.Cache) -> dict[str, Any]:
     path = cache.path.parent / f"pool{next(COUNT)}"
     made = ac.Cache.create(path, SCHEMA, "8MiB", "64KiB", SEGMENT_ROWS)
     OPENED.append(path)
-    return {"cache": made, "sample": draws, "workers": 1, "segments": 1, "progress": False}
+    return {
+        "cache": made, "sample": draws, "workers": 1, "segments": 1, "progress": False,
+        "executor": AT_END.enter_context(ThreadPoolExecutor(1)),
+    }  # fmt: skip
 
 
 def proves_executor(face: Face, cache: ac.Cache) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as executor:
-        found, _ = face.seen(cache, drawn, sample=pid_of, executor=executor)
-    assert set(found) == {os.getpid()}
     found, _ = face.seen(cache, drawn, sample=pid_of)
+    assert set(found) == {os.getpid()}
+    found, _ = face.seen(cache, drawn, sample=pid_of, executor=None)
     assert set(found) != {os.getpid()}
 
 
 def proves_pool_workers(face: Face, cache: ac.Cache) -> None:
     for workers in (1, 2):
-        folder = cache.path.parent / f"together{workers}"
+        folder = cache.path.parent / f"together{next(COUNT)}"
         folder.mkdir()
         sample = together(os.fspath(folder), workers)
-        seen = face.seen(cache, drawn, sample=sample, workers=workers, segments=2)
+        seen = face.seen(cache, drawn, sample=sample, workers=workers, segments=2, executor=None)
         assert len({*seen[0]}) == workers, seen
 
 
@@ -553,6 +563,7 @@ def new_setting(**options: Any) -> Proof:
     return proof
 
 
+@changes
 def proves_check(face: Face, cache: ac.Cache) -> None:
     flip_byte(segment_files(cache)[0], 3000)
     with ac.Cache.open(cache.path).snapshot() as snapshot:
@@ -579,10 +590,12 @@ def overfilled(cache: ac.Cache, **options: Any) -> tuple[str, str]:
     return "", ""
 
 
+@changes
 def proves_on_full(face: Face, cache: ac.Cache) -> None:
     assert overfilled(cache, on_full="raise")[1] != overfilled(cache, on_full="wait", timeout=0.2)[1]
 
 
+@changes
 def proves_max_delay(face: Face, cache: ac.Cache) -> None:
     before = cache.stats().rows
     with cache.writer(max_delay=0.05) as writer:
@@ -949,6 +962,7 @@ def proves_export_into(face: Face, cache: ac.Cache) -> None:
         assert {Path(file).parent for file in files} == {given["folder"]}
 
 
+@changes
 def proves_rows_of_export(face: Face, cache: ac.Cache) -> None:
     cache.exclude((0, 1))
     cache.tag([(0, 0), (1, 3)], "hard")
@@ -1004,8 +1018,8 @@ def proves_note(one: dict[str, Any], other: dict[str, Any]) -> Proof:
 
     def proof(face: Face, cache: ac.Cache) -> None:
         found = []
-        for number, options in enumerate((one, other)):
-            held = fill(cache.path.parent / f"noted{number}")
+        for options in (one, other):
+            held = fill(cache.path.parent / f"noted{next(COUNT)}")
             held.exclude([(0, 1), (0, 3)])
             for tag in ("hard", "easy"):
                 held.tag([(0, 1), (0, 3)], tag)
@@ -1021,8 +1035,7 @@ def of_gather(cache: ac.Cache) -> dict[str, Any]:
 
 
 def of_views(cache: ac.Cache) -> dict[str, Any]:
-    SNAPSHOTS.append(cache.snapshot())
-    return {"self": SNAPSHOTS[-1]}
+    return {"self": AT_END.enter_context(cache.snapshot())}
 
 
 def arrays(found: Any) -> Any:
@@ -1063,7 +1076,7 @@ def proves_missing(face: Face, cache: ac.Cache) -> None:
 
 
 def proves_state(face: Face, cache: ac.Cache) -> None:
-    held = fill(cache.path.parent / "whole")
+    held = fill(cache.path.parent / f"whole{next(COUNT)}")
     for taken in (2, 5):
         with ac.Loader(held, 16) as loader, ac.Loader(held, 16) as other:
             epoch = iter(loader)
@@ -1355,13 +1368,41 @@ def fill(path: Path, first: int = 0) -> ac.Cache:
     return made
 
 
+@pytest.fixture(scope="module")
+def of_all(tmp_path_factory: pytest.TempPathFactory) -> ac.Cache:
+    """What `held` gives; nothing else asks for it."""
+    return fill(tmp_path_factory.mktemp("held") / "cache")
+
+
+def files_within(cache: ac.Cache) -> list[tuple[Path, int, int]]:
+    """Those that a reader leaves as they are: all but the folder's own and what counts readers."""
+    return [
+        (path, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(cache.path.rglob("*"))
+        if path.is_file() and (path.parent != cache.path or path.name == "cache.json")
+    ]
+
+
 @pytest.fixture
-def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ac.Cache]:
+def held(
+    of_all: ac.Cache, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[ac.Cache]:
+    """A cache that tests share, and leave as they find it; that of a proof that changes it is its own."""
     for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    yield fill(tmp_path / "cache")
-    while SNAPSHOTS:
-        SNAPSHOTS.pop().close()
+    given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if "argument" in given and is_changed_by(**given):
+        yield fill(request.getfixturevalue("tmp_path") / "cache")
+    else:
+        before = files_within(of_all)
+        yield of_all
+        assert files_within(of_all) == before, "it changes the cache: mark the proof with @changes"
+    AT_END.close()
+
+
+def is_changed_by(name: str, argument: str) -> bool:
+    """True of proofs that say so, and where ranks agree on an epoch of a run."""
+    return ALL[name][1][argument] in CHANGES or argument in RANKED
 
 
 def face_of(name: str) -> Face:

@@ -43,8 +43,8 @@ OWN: list[Refusal] = [
     [*LOADERS, *OWN],
     ids=[named(("Loader", *refusal)) for refusal in [*LOADERS, *OWN]],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_left(cache: ac.Cache, options, error, words):
-    before = left(cache)
+def test_what_does_not_fit_is_refused_and_nothing_is_left(unchanged: ac.Cache, options, error, words):
+    before = left(unchanged)
     with pytest.raises(error, match=words):
-        loader(cache, **options)
-    assert left(cache) == before
+        loader(unchanged, **options)
+    assert left(unchanged) == before

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruptions import Interruption, interruptions
 from plain_rows import Array, Files, begun, begun_read, checked, columns_of, ended, threads
+from quick import in_part
 from slow_pages import SlowPages, require_slow_pages
 
 from arrowcache.limits import Limits
@@ -54,7 +55,7 @@ READS = pytest.mark.parametrize("reads", [False, True], ids=["copied", "read"])
     seed=st.integers(0, 2**32), count=st.integers(0, 3), reads=st.booleans(), drops=st.booleans(),
     data=st.data(),
 )  # fmt: skip
-@settings(max_examples=150)
+@settings(max_examples=in_part(150))
 def test_any_rows_of_any_segments_come(lengths, widths, element_bytes, seed, count, reads, drops, data):
     files = Files(lengths, widths, element_bytes, seed)
     ids = data.draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=200))

@@ -195,7 +195,7 @@ def test_a_function_that_gives_no_mask_is_an_error_and_leaves_no_lease(cache, ro
             {"rows": lambda columns: columns["id"] < 0, "where": lambda segment: True},
             "`where` and `rows` refuse all 160 rows.*look at what `where` and `rows` accept",
         ),
-        ({"rows": "hard", "expect": "hard"}, "waited 2 s for .*0 that `rows` accepts"),
+        ({"rows": "hard", "expect": "hard", "timeout": 0.3}, r"waited 0\.3 s for .*0 that `rows` accepts"),
         ({"rows": ["0:0"], "batch_size": 2}, "has 1 row that `rows` accepts, one step takes 2"),
     ],
 )

@@ -248,7 +248,9 @@ def test_a_full_cache_has_room_for_the_weights_of_a_state_and_keeps_its_rows(tmp
 @pytest.mark.parametrize("endless", first_is_quick([True, False]))
 @pytest.mark.parametrize(
     "weights",
-    ["loss", lambda columns: np.nan_to_num(columns.get("loss", np.ones(len(columns["x"]))), nan=1.0)],
+    first_is_quick(
+        ["loss", lambda columns: np.nan_to_num(columns.get("loss", np.ones(len(columns["x"]))), nan=1.0)]
+    ),
 )
 def test_priorities_take_hold_on_a_full_cache_that_nobody_writes_to(tmp_path, weights, endless):
     cache = ac.Cache.create(tmp_path / "full", {"x": ac.Tensor("float32", (12,))}, "8MiB", "64KiB")

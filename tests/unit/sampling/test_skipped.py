@@ -19,6 +19,7 @@ import pytest
 from helpers import DEADLINE_SECONDS, full, make_cache, read_ids, segment_files, wait_until
 from helpers import sample as row
 from pool_tasks import expected, tasks
+from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.explore import observe
@@ -111,7 +112,7 @@ def test_a_sample_that_cannot_be_had_is_left_out_and_counted(cache, threads, fau
     assert cache.verify() == []
 
 
-@pytest.mark.parametrize("kind", ["its own", "threads"])
+@pytest.mark.parametrize("kind", first_is_quick(["threads", "its own"]))
 def test_which_rows_a_task_has_does_not_depend_on_reads(tmp_path, threads, kind):
     found = []
     for reads in (1, 5):
@@ -256,7 +257,7 @@ class Numbers:
         return self.fault() if index in self.bad else row(index)
 
 
-@pytest.mark.parametrize("fault", ["None", "not found"])
+@pytest.mark.parametrize("fault", first_is_quick(["not found", "None"]))
 @pytest.mark.parametrize("around", [lambda items: items, lambda items: Map(items, dict)])
 def test_of_items_each_other_one_comes_once_and_the_next_pool_finds_nothing_to_do(
     cache, threads, fault, around

@@ -481,23 +481,23 @@ def test_arrays_of_a_group_of_zarr_v2_are_found_by_their_names(tmp_path, is_cons
         ArrayWindows(f"{tmp_path}/group#sginal", (1,))
 
 
-@pytest.fixture
-def hierarchy(tmp_path):
-    """Groups of arrays, as Zarr with and without consolidated metadata, and as HDF5."""
+@pytest.fixture(scope="module")
+def hierarchy(tmp_path_factory):
+    """To be read: groups of arrays, as Zarr with and without consolidated metadata, and as HDF5."""
     zarr, h5py = pytest.importorskip("zarr", "3.0"), pytest.importorskip("h5py")
-    names = ("signal", "sub/label", "sub/deeper/mask")
+    names, path = ("signal", "sub/label", "sub/deeper/mask"), tmp_path_factory.mktemp("hierarchy")
     for name in ("a.zarr", "b"):
-        group = zarr.open_group(tmp_path / name, mode="w")
+        group = zarr.open_group(path / name, mode="w")
         for array in names:
             group.create_array(array, data=np.arange(4), chunks=(2,))
         group.create_group("empty")
         if name == "b":
             zarr.consolidate_metadata(group.store)
-    with h5py.File(tmp_path / "c.h5", "w") as file:
+    with h5py.File(path / "c.h5", "w") as file:
         for array in names:
             file[array] = np.arange(4)
         file["none"] = h5py.Empty("f4")
-    return tmp_path
+    return path
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")

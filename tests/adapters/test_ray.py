@@ -204,7 +204,8 @@ def test_items_that_cannot_be_had_are_left_out_and_tasks_without_any_are_done(ca
     assert drawn == sorted({*range(60)} - {7, 30, 59})
 
 
-def test_items_are_divided_by_the_caches_that_are_there(caches):
+def test_items_are_divided_by_the_caches_that_are_there(cluster, tmp_path):
+    caches = caches_on(cluster, tmp_path, segment_bytes=None, segment_rows=None)
     for node in caches.node_ids():
         make_cache(caches.path_on(node), segment_bytes="16KiB", segment_rows=8)
     items = Items([row(number) for number in range(150)])

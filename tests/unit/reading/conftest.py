@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-from helpers import append_rows, make_cache
 
 from arrowcache.native import maps
 
@@ -18,11 +17,9 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cache(request, tmp_path):
+def cache(request, tmp_path, filled):
     """Segments of 16 rows, the last one may be short: ids 0 to 159, or as many as the module's ROWS says."""
-    cache = make_cache(tmp_path / "cache")
-    append_rows(cache, range(getattr(request.module, "ROWS", 160)))
-    return cache
+    return filled(getattr(request.module, "ROWS", 160), tmp_path / "cache")
 
 
 @pytest.fixture

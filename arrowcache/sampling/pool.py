@@ -272,8 +272,8 @@ class SamplerPool(Pool):
         cache: a Cache, or the path of one.
         sample: `sample(rng) -> iterable of reads or samples`, a function or callable object that cloudpickle
             can pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed,
-            k). A sampler whose attribute `ramp` is False fills full segments from the start, as sources do that
-            read whole groups of samples.
+            k). A sampler whose attribute `ramp` is False fills full segments from the start, as sources do
+            that read whole groups of samples.
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
         name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and

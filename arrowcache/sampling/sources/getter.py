@@ -28,6 +28,7 @@ from arrowcache.lifetimes import Origin  # noqa: E402
 
 _ORIGIN = Origin()
 _CHANCES = 2  # failures before the first success, after which obstore is not asked again
+_READ_SECONDS = 5.0  # without a byte, before a read fails: Ctrl-C in the main thread waits for that
 _STATUS = re.compile(r"status code: ((?:408|429|5\d\d)[\w ]*)")
 _TRANSPORT = re.compile(r"HTTP error: ([\w ,]*)")
 _FORKED = 0x40  # PF_FORKNOEXEC of Linux
@@ -58,10 +59,11 @@ class Getter:
 
         Args:
             start: below zero it is counted from the object's end.
-        Raises: FileNotFoundError. OSError: the store is too busy, or the connection broke.
+        Raises: FileNotFoundError, and OSError if the connection broke, both after a first success. OSError:
+            the store is too busy.
         """
         root, key = self._split(path)
-        if not (key and self._chances) or key.endswith("/") or nbytes == 0:
+        if not key or self._chances < 1 or key.endswith("/") or nbytes == 0:
             return None
         part: Any = None
         if start < 0:
@@ -74,7 +76,9 @@ class Getter:
             found = obstore.get(self._store(root), key, options=None if part is None else {"range": part})
             data, size = found.bytes().to_bytes(), found.meta["size"]
         except FileNotFoundError:
-            raise FileNotFoundError from None  # without the URL, which may have a key
+            if self._is_proven:
+                raise FileNotFoundError from None  # without the URL, which may have a key
+            return None
         except ValueError:  # of a name
             return None
         except (BaseError, OSError) as error:
@@ -123,12 +127,12 @@ def _is_fork() -> bool:
 
 
 def _common(scheme: str, read_seconds: float = 0) -> dict[str, Any]:
-    """Return options of every store: no retries, which are ours, and no bound for large objects."""
+    """Return options of every store: no retries, which are ours, and no bound of a large object's time."""
     client: dict[str, Any] = {
         "allow_http": not scheme.startswith("https"),
         "connect_timeout": "3s",
         "timeout": "1day",
-        "read_timeout": f"{int(1000 * read_seconds)}ms" if read_seconds > 0 else "30s",
+        "read_timeout": f"{int(1000 * (read_seconds if read_seconds > 0 else _READ_SECONDS))}ms",
     }
     return {"client_options": client, "retry_config": {"max_retries": 0}}
 
@@ -136,7 +140,7 @@ def _common(scheme: str, read_seconds: float = 0) -> dict[str, Any]:
 def _s3(options: dict[str, Any]) -> Callable[[str], Any] | None:
     proxy = options["proxy_options"]
     if (
-        options["role_arn"] or options["tls_ca_file_path"] or options["force_virtual_addressing"]
+        options["role_arn"] or options.get("tls_ca_file_path") or options["force_virtual_addressing"]
         or (proxy["host"] if isinstance(proxy, dict) else proxy)
     ):  # fmt: skip
         return None

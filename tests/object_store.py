@@ -45,11 +45,12 @@ class Fault:
 
 @dataclass
 class Request:
-    """What was asked for; `nbytes`: of the answer's body."""
+    """What was asked for; `nbytes`: of the answer's body. `token`: of temporary credentials."""
 
     method: str
     path: str
     nbytes: int = 0
+    token: str | None = None
 
 
 @dataclass
@@ -107,7 +108,7 @@ class ObjectStore:
     ) -> bool:
         parts = urllib.parse.urlsplit(target)
         path = urllib.parse.unquote(parts.path).strip("/")
-        request = Request(method, path)
+        request = Request(method, path, token=headers.get("x-amz-security-token"))
         self.requests.append(request)
         fault = self._fault(method, path)
         if fault == "reset":
@@ -132,7 +133,10 @@ class ObjectStore:
         start, stop = 0, size
         if "range" in headers:
             first, _, last = headers["range"].removeprefix("bytes=").partition("-")
-            start, stop = int(first), min(int(last) + 1 if last else size, size)
+            if first:
+                start, stop = int(first), min(int(last) + 1 if last else size, size)
+            else:
+                start = max(0, size - int(last))
         extra = {
             "Last-Modified": email.utils.formatdate(file.stat().st_mtime, usegmt=True),
             "ETag": f'"{size}"', "Accept-Ranges": "bytes",

@@ -257,16 +257,23 @@ class Pool:
 class SamplerPool(Pool):
     """Samplers at work on a cache, from construction until `stop()`. A context manager.
 
+        def read(key):  # in one of `reads` threads of each worker
+            return {"image": fetch(key)}
+
+        def sample(rng):
+            while True:
+                yield partial(read, int(rng.integers(1_000_000)))
+
     So that a slow source gives its first rows in seconds, early tasks fill small segments. Task k ends at
     `full_rows >> max(0, 10 - k)` rows or `segment_bytes >> max(0, 10 - k)` bytes, whichever is first, with at
     least one row, where a full segment has `full_rows` rows. So ten segments are few rows: `wait(rows=...)`.
 
     Args:
         cache: a Cache, or the path of one.
-        sample: `sample(rng) -> iterable of samples`, a function or callable object that cloudpickle can
-            pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed, k).
-            A sampler whose attribute `ramp` is False fills full segments from the start, as sources do that
-            read whole groups of samples.
+        sample: `sample(rng) -> iterable of reads or samples`, a function or callable object that cloudpickle
+            can pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed,
+            k). A sampler whose attribute `ramp` is False fills full segments from the start, as sources do
+            that read whole groups of samples.
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
         name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and

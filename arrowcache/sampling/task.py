@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
@@ -310,7 +311,8 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
 
 
 def samples_of(sampler: Sampler, task: Task, threads: Threads, form: Form) -> Samples:
-    """Return task k's samples, of which none is drawn yet."""
+    """Return task k's samples, of which none is drawn yet. Gives pyarrow as many I/O threads as reads."""
+    pa.set_io_thread_count(max(threads.count, pa.io_thread_count()))
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
     rows = size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp).rows
     return Samples(sampler, rng, threads, form.segment_bytes, rows, skips=task.skips)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import tarfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -14,10 +18,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from drawing import require_pure, run_elsewhere, take
+from helpers import in_child
 from object_store import Fault, ObjectStore, serve
 from pyarrow import fs
 
-from arrowcache.sampling.sources import ArrayWindows, Mix, ParquetRows, Retries
+from arrowcache.sampling.sources import ArrayWindows, Mix, ParquetRows, Retries, WebDatasetShards
+from arrowcache.sampling.sources.object_store import locate
 
 pytest.importorskip("pyarrow._s3fs", reason="this pyarrow has no S3")
 
@@ -300,6 +306,164 @@ def test_a_listing_of_many_pages_is_read_to_its_end(store):
         pq.write_table(pa.table({"x": [number]}), folder / f"{number}.parquet")
     source = ParquetRows(store.uri("bucket/many"))
     assert " 230 rows" in repr(source)
+
+
+# -- obstore -----------------------------------------------------------------------------------------
+
+NUMBERS = "bucket/arrays/x.npy"
+
+
+@pytest.fixture
+def obstore():
+    pytest.importorskip("obstore", reason="obstore is not installed")
+
+
+def asked(store: ObjectStore) -> set[str]:
+    """The methods of the requests since the last look."""
+    methods = {request.method for request in store.requests}
+    store.requests.clear()
+    return methods
+
+
+def draw_windows(uri: str, filesystem=None) -> None:
+    array = np.arange(10_000).reshape(1000, 10)
+    with ArrayWindows(uri, (5,), with_position=True, filesystem=filesystem) as source:
+        for sample in take(source, 10):
+            start = int(sample["position"][0])
+            assert np.array_equal(sample["data"], array[start : start + 5])
+
+
+@pytest.mark.usefixtures("obstore")
+def test_with_obstore_arrays_and_shards_are_read_without_a_request_for_their_size(store):
+    zarr = pytest.importorskip("zarr", "3.0")
+    array = np.arange(10_000).reshape(1000, 10)
+    folder = store.folder / "bucket" / "arrays"
+    zarr.create_array(folder / "x.zarr", data=array, chunks=(50, 10))
+    zarr.create_array(folder / "y.zarr", data=array, chunks=(50, 10), shards=(500, 10))
+    for name in ("x.npy", "x.zarr", "y.zarr"):
+        draw_windows(store.uri(f"bucket/arrays/{name}"))
+        assert asked(store) == {"GET"}, name
+    with tarfile.open(folder / "x.tar", "w") as shard:
+        shard.add(folder / "x.npy", "0.npy")
+    source = WebDatasetShards(store.uri("bucket/arrays/x.tar"))
+    asked(store)
+    assert np.array_equal(take(source, 1)[0]["npy"], array)
+    assert asked(store) == {"GET"}
+
+
+@pytest.mark.usefixtures("obstore")
+def test_obstore_and_pyarrow_read_the_same_bytes_and_raise_the_same_errors(store, patient):
+    files = fs.FileSystem.from_uri(store.uri("bucket"))[0]
+    found, _ = locate(store.uri("bucket/data"), None, patient)
+    for name in ("x y", "x%20y", "x#y?", "\u00fc=&+", "a..b", ".x", "empty"):
+        path = f"bucket/names/{name}"
+        (store.folder / path).parent.mkdir(exist_ok=True)
+        (store.folder / path).write_bytes(b"" if name == "empty" else name.encode() * 40)
+        with files.open_input_file(path) as file:
+            data = file.readall()
+        parts = [(), (0,), (0, 0), (7,), (3, 40), (-9,)]
+        for part in parts[: 3 if not data else None]:
+            start, nbytes = (*part, None, None)[:2]
+            start = start or 0
+            expected = data[start:] if nbytes is None else data[start : start + nbytes]
+            assert found.fetch(path, *part) == expected, (name, part)
+    for path, part, error in [
+        ("bucket/no", (), FileNotFoundError), ("none/no", (0, 5), FileNotFoundError),
+        ("bucket/names/x y", (100, 50), OSError), ("bucket/names/x y", (1000, 50), OSError),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=f"s3://{path}") as caught:
+            found.fetch(path, *part)
+        assert type(caught.value) is error
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("obstore")
+def test_in_a_forked_child_pyarrow_reads_what_obstore_read_before(store):
+    uri = store.uri(NUMBERS)
+    draw_windows(uri)
+    with in_child(lambda: draw_windows(uri)):
+        pass
+    assert asked(store) == {"GET", "HEAD"}
+    draw_windows(uri)
+    assert asked(store) == {"GET"}, "the parent goes on with obstore"
+
+
+OWN_OBSTORE = """
+import os, signal, sys
+import obstore
+from obstore.store import S3Store
+
+store = S3Store(
+    "bucket", endpoint=f"http://127.0.0.1:{sys.argv[2]}", access_key_id="key", secret_access_key="secret",
+    region="us-east-1", client_options={"allow_http": True},
+)
+obstore.get(store, "arrays/x.npy").bytes()
+if not os.fork():
+    signal.alarm(60)
+    import numpy as np
+    from arrowcache.sampling.sources import ArrayWindows
+    from drawing import take
+    os._exit(len(take(ArrayWindows(sys.argv[1], (5,)), 3)))
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.usefixtures("obstore")
+def test_in_a_child_of_a_process_that_used_obstore_itself_pyarrow_reads(store):
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_OBSTORE, store.uri(NUMBERS), str(store.port)],
+        env=os.environ | {"PYTHONPATH": path}, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "HEAD" in asked(store)
+
+
+@pytest.mark.usefixtures("obstore")
+def test_what_obstore_does_not_speak_pyarrow_reads(store, monkeypatch, tmp_path):
+    def of(**options):
+        return fs.S3FileSystem(
+            region="us-east-1", scheme="http", endpoint_override=f"127.0.0.1:{store.port}", **options
+        )
+
+    draw_windows(NUMBERS, of(access_key="key", secret_key="secret"))
+    assert asked(store) == {"GET"}
+    draw_windows(NUMBERS, of(anonymous=True))
+    assert asked(store) == {"GET"}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    draw_windows(NUMBERS, of())
+    assert asked(store) == {"GET"}
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = key\naws_secret_access_key = secret\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    draw_windows(NUMBERS, of())
+    assert asked(store) == {"GET", "HEAD"}
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # of which pyarrow knows nothing
+    draw_windows(NUMBERS, of(access_key="key", secret_key="secret"))
+    assert asked(store) == {"GET", "HEAD"}
+
+
+def test_keys_of_a_uri_go_without_a_token_of_the_environment(store, monkeypatch):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of others")
+    draw_windows(store.uri(NUMBERS))
+    assert {request.token for request in store.requests} == {None}
+
+
+@pytest.mark.usefixtures("obstore")
+def test_obstore_reads_other_stores_without_a_request_for_their_size(store):
+    at = f"127.0.0.1:{store.port}"
+    azure = dict.fromkeys(["blob_storage_authority", "dfs_storage_authority"], at)
+    azure |= dict.fromkeys(["blob_storage_scheme", "dfs_storage_scheme"], "http")
+    draw_windows(NUMBERS, fs.GcsFileSystem(anonymous=True, scheme="http", endpoint_override=at))
+    assert asked(store) == {"GET"}
+    draw_windows("arrays/x.npy", fs.AzureFileSystem("bucket", account_key="a2V5", **azure))
+    assert asked(store) == {"GET"}
+    http = pytest.importorskip("fsspec.implementations.http").HTTPFileSystem()
+    draw_windows(f"http://{at}/{NUMBERS}", http)
+    assert asked(store) == {"GET"}
 
 
 # -- moto --------------------------------------------------------------------------------------------

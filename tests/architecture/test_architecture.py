@@ -190,7 +190,11 @@ def test_a_framework_is_imported_only_where_it_is_named():
     assert offenders == []
 
 
-ONE_MODULE = {"h5py": "arrowcache.sampling.sources.hdf5", "zarr": "arrowcache.sampling.sources.zarr3"}
+ONE_MODULE = {
+    "h5py": "arrowcache.sampling.sources.hdf5",
+    "obstore": "arrowcache.sampling.sources.getter",
+    "zarr": "arrowcache.sampling.sources.zarr3",
+}
 
 
 def test_an_optional_package_is_imported_in_one_module():

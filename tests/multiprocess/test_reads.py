@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from helpers import DEADLINE_SECONDS, make_cache, wait_until
 from helpers import sample as row
@@ -167,3 +168,15 @@ def test_an_error_of_a_read_names_where_it_was_raised(tmp_path):
         ac.SamplerPool(cache, sampler, 1, segments=1, retries=0, progress=False) as pool,
     ):
         pool.wait(timeout=DEADLINE_SECONDS)
+
+
+def test_pyarrow_has_a_thread_for_each_read_of_a_worker(tmp_path):
+    def sampler(rng):
+        while True:
+            yield {"threads": pa.io_thread_count()}
+
+    cache = ac.Cache.create(tmp_path / "cache", ac.Schema({"threads": ac.Tensor("int64")}), "16MB")
+    with ac.SamplerPool(cache, sampler, reads=40, progress=False) as pool:
+        pool.wait(rows=1, timeout=DEADLINE_SECONDS)
+    with cache.snapshot() as snapshot:
+        assert snapshot.gather([0])["threads"].tolist() == [40]

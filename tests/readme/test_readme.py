@@ -7,7 +7,9 @@ import re
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
+from object_store import serve
 from processes import Script
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +25,9 @@ PRELUDE = """
     seen = []
     schema = ac.Schema({"image": ac.Tensor("float32", (64, 64)), "label": ac.Tensor("int64")})
 
-    def read_somewhere_far_away(rng):
-        time.sleep(0.002)
+    def read_somewhere_far_away(key):
+        time.sleep(0.02)
+        rng = np.random.default_rng(key)
         return rng.random((64, 64), np.float32), int(rng.integers(10))
 
     def step(image, label):
@@ -307,11 +310,10 @@ def test_the_recipe_of_pools_under_ddp_has_one_pool_a_node(tmp_path, torch, monk
     assert out.split() == ["256", str(rank == "0")]
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_the_recipe_of_reads_has_many_at_a_time_from_a_store_that_takes_its_time(tmp_path, torch):
-    begin = """
-    import http.server, threading
+#: A store of .npy files, each of a number's own, which answers 20 ms after it was asked.
+STORE = """
+    import http.server, threading, urllib.request
+    from functools import partial
     from io import BytesIO
 
     lock, at_once, most = threading.Lock(), 0, 0
@@ -338,18 +340,75 @@ def test_the_recipe_of_reads_has_many_at_a_time_from_a_store_that_takes_its_time
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     STORE = f"http://127.0.0.1:{server.server_port}"
-    schema = ac.Schema({"x": ac.Tensor("float32", (1024,))})
-    cache = ac.Cache.create("cache", schema, "16MB", segment_rows=256)
-    """
+
+    def simulate(number):
+        with urllib.request.urlopen(f"{STORE}/{number}.npy", timeout=60) as answer:
+            return np.frombuffer(answer.read()[-4096:], np.float32)
+
+    class Far:
+        def __len__(self):
+            return 150
+        def __getitem__(self, index):
+            return {"x": simulate(index)}
+
+    dataset = Far()
+    cache = ac.Cache.create(
+        "cache", ac.Schema({NAME: ac.Tensor("float32", (1024,))}), "16MB", segment_rows=256
+    )
+"""
+READER, ZARR, DATASET, SIMULATOR = BLOCKS["Samplers"]
+
+
+def test_each_of_the_four_samplers_takes_fewer_than_ten_lines():
+    for block in BLOCKS["Samplers"]:
+        assert len([line for line in block.splitlines() if line and "import" not in line]) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.parametrize(("block", "name"), [(READER, "x"), (SIMULATOR, "states")])
+def test_a_sampler_has_many_reads_at_a_time_from_a_store_that_takes_its_time(tmp_path, torch, block, name):
     out = run(
-        tmp_path, textwrap.dedent(begin), *BLOCKS["Reads, many at a time"],
+        tmp_path, textwrap.dedent(STORE.replace("NAME", repr(name))), block,
         then="""
         pool.wait(rows=500, timeout=120)
         pool.stop()
         server.shutdown()
         with cache.snapshot() as snapshot:
-            x = snapshot.gather(range(500))["x"]
-        print(bool((x == x[:, :1]).all()), len({*x[:, 0].tolist()}) > 300, most > 8)
-        """,
+            x = snapshot.gather(range(500))[NAME]
+        print(bool((x == x[:, :1]).all()), len({*x[:, 0].tolist()}) > 300, most > 4)
+        """.replace("NAME", repr(name)),
     )  # fmt: skip
+    assert out.split() == ["True"] * 3
+
+
+@pytest.mark.slow
+def test_a_slow_dataset_is_asked_for_many_items_at_a_time(tmp_path, torch):
+    out = run(
+        tmp_path, textwrap.dedent(STORE.replace("NAME", "'x'")),
+        DATASET.replace("...", 'seen.extend(batch["x"][:, 0].tolist())'),
+        then="server.shutdown()\nprint(len(seen), len({*seen}), most > 4)",
+    )  # fmt: skip
+    assert out.split() == ["150", "150", "True"]
+
+
+@pytest.mark.slow
+def test_windows_of_zarr_come_from_a_store_that_takes_its_time(tmp_path, torch):
+    zarr = pytest.importorskip("zarr", "3.0")
+    pytest.importorskip("pyarrow._s3fs", reason="this pyarrow has no S3")
+    cells = np.arange(3000 * 8 * 16, dtype=np.float32).reshape(3000, 8, 16)
+    zarr.create_group(tmp_path / "store" / "bucket" / "era5.zarr").create_array(
+        "t2m", data=cells, chunks=(126, 8, 16), dimension_names=["time", "lat", "lon"]
+    )
+    with serve(tmp_path / "store", latency_seconds=0.02) as store:
+        out = run(
+            tmp_path, ZARR.replace("s3://bucket/era5.zarr", store.uri("bucket/era5.zarr")),
+            then="""
+            pool.wait(rows=500, timeout=120)
+            pool.stop()
+            with cache.snapshot() as snapshot:
+                x = snapshot.gather(range(500))["data"]
+            print(x.shape == (500, 6, 8, 8), bool((np.diff(x) == 1).all()), x.max() < 2016 * 8 * 16)
+            """,
+        )  # fmt: skip
     assert out.split() == ["True"] * 3

@@ -1,8 +1,9 @@
 """ObjectStore: the file system of a source's files: any one of pyarrow.fs or fsspec.
 
 A store is a plain value until it is used. It is pickled as its URI, and connects anew in each process, also
-in a forked one. Reads are tried again as `retries` says. Its names of files are for messages: they have no
-key or secret of a URI, nor has any error raised here.
+in a forked one. Where obstore is installed it gets the bytes: see `getter`. Reads are tried again as
+`retries` says. Its names of files are for messages: they have no key or secret of a URI, nor has any error
+raised here.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pyarrow import NativeFile, fs
 
 from arrowcache.arrow.foreign import other_format
-from arrowcache.lifetimes import Origin
+from arrowcache.lifetimes import Closable, Origin
 from arrowcache.sampling.retries import Retries
 from arrowcache.units import did_you_mean
+
+if TYPE_CHECKING:
+    from arrowcache.sampling.sources.getter import Getter
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -58,9 +62,10 @@ class ObjectStore:
         self._uri = uri
         self._given = _as_filesystem(filesystem)
         self._made: tuple[Origin, fs.FileSystem] | None = None
+        self._getter: tuple[Origin, Getter | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_made": None}
+        return self.__dict__ | {"_made": None, "_getter": None}
 
     @property
     def filesystem(self) -> fs.FileSystem:
@@ -70,6 +75,13 @@ class ObjectStore:
         if self._made is None or not self._made[0].is_here:  # its threads did not survive a fork
             self._made = Origin(), _connect(self._uri)[0]
         return self._made[1]
+
+    @property
+    def getter(self) -> Getter | None:
+        """This process' connections by obstore, if it is installed, and reads this store."""
+        if self._getter is None or not self._getter[0].is_here:
+            self._getter = Origin(), _getter_of(self.filesystem)
+        return self._getter[1]
 
     @property
     def is_local(self) -> bool:
@@ -89,26 +101,33 @@ class ObjectStore:
         """Run a read of a file, with retries. Raises: as `Retries.run`."""
         return self.retries.run(read, self.name(path))
 
-    def open(self, path: str) -> NativeFile:
-        """Open a file for random access. Without retries: `run` it."""
+    def open(self, path: str) -> NativeFile | _Object:
+        """Open a file for random access. Without retries: `run` it. A getter finds it missing as it reads."""
+        return self.open_native(path) if self.getter is None else _Object(self, path)
+
+    def open_native(self, path: str) -> NativeFile:
+        """As `open`, for libraries that read files of pyarrow."""
         return self.filesystem.open_input_file(path)
 
-    def read(self, file: NativeFile, nbytes: int, start: int, path: str) -> bytes:
+    def read(self, file: NativeFile | _Object, nbytes: int, start: int, path: str) -> bytes:
         """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
         return self.run(lambda: read_at(file, nbytes, start), path)
 
     def fetch(self, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """Read a file that is not open, or bytes of it, with retries. Thread-safe.
 
-        Of a file system of fsspec that is one request. pyarrow's asks for the file's size first.
+        That is one request, but for pyarrow.fs alone, which asks for the file's size first.
         A start below zero is counted from the file's end.
         Raises: as `Retries.run`.
         """
         return self.run(lambda: self._fetch(path, start, nbytes), path)
 
     def _fetch(self, path: str, start: int, nbytes: int | None) -> bytes:
+        getter = self.getter
+        if getter is not None and (found := getter.get(path, start, nbytes)) is not None:
+            return found.data if nbytes is None else _whole(found.data, nbytes)
         if self.fsspec is None:
-            with self.open(path) as file:
+            with self.open_native(path) as file:
                 start = start if start >= 0 else max(0, file.size() + start)
                 return read_at(file, file.size() - start if nbytes is None else nbytes, start)
         if nbytes is None and not start:
@@ -167,6 +186,37 @@ class ObjectStore:
         return files
 
 
+class _Object(Closable):
+    """A file that a getter reads, without opening it, or if it cannot the file system."""
+
+    def __init__(self, store: ObjectStore, path: str) -> None:
+        self._store, self._path = store, path
+        self._file: NativeFile | None = None
+        self._size: int | None = None
+
+    def read_at(self, nbytes: int, start: int) -> bytes:
+        getter = self._store.getter if self._file is None else None
+        if getter is not None and (found := getter.get(self._path, start, nbytes)) is not None:
+            self._size = found.size
+            return found.data
+        data: bytes = self._native().read_at(nbytes, start)
+        return data
+
+    def size(self) -> int:
+        if self._size is None:
+            self._size = self._native().size()
+        return self._size
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _native(self) -> NativeFile:
+        if self._file is None:
+            self._file = self._store.open_native(self._path)
+        return self._file
+
+
 class StoreFile(io.RawIOBase):
     """A store's file for libraries that read files of Python.
 
@@ -212,7 +262,7 @@ class StoreFile(io.RawIOBase):
         super().close()
 
 
-def read_at(file: NativeFile, nbytes: int, start: int) -> bytes:
+def read_at(file: NativeFile | _Object, nbytes: int, start: int) -> bytes:
     """Read bytes of an open file, all of them. Raises: OSError: also if fewer came."""
     data: bytes = file.read_at(nbytes, start)
     return _whole(data, nbytes)
@@ -277,6 +327,18 @@ def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _getter_of(filesystem: fs.FileSystem) -> Getter | None:
+    if filesystem.type_name == "local":
+        return None
+    try:
+        from arrowcache.sampling.sources.getter import getter_of
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        return None
+    return getter_of(filesystem)
 
 
 def _connect(uri: str) -> tuple[fs.FileSystem, str]:

@@ -455,7 +455,7 @@ class _Open:
         self, store: ObjectStore, file: ListedFile, names: list[str], condition: pc.Expression | None
     ) -> None:
         self._names, self._condition, self._store, self._path = names, condition, store, file.path
-        self._file = store.open(file.path)
+        self._file = store.open_native(file.path)
         parquet = pq.ParquetFile(self._file)
         self._metadata = parquet.metadata
         self._read_names = names
@@ -465,7 +465,7 @@ class _Open:
     def read(self, number: int) -> pa.Table:
         if not self._store.is_in_python:
             return self._read(self._file, number, in_threads=True)
-        with self._store.open(self._path) as file:
+        with self._store.open_native(self._path) as file:
             return self._read(file, number, in_threads=False)
 
     def _read(self, file: NativeFile, number: int, *, in_threads: bool) -> pa.Table:

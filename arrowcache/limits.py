@@ -47,7 +47,7 @@ class Limits:
     worker_end_seconds: float = 1.0  # for a worker of a loader to end by itself
     worker_drop_seconds: float = 1.0  # for workers of a loader to let go of what they lease
     task_end_seconds: float = 1.0  # for a pool's tasks in a user's executor to end by themselves
-    task_cancel_seconds: float = 4.0  # for those that are cancelled then: both are dispatcher.STOP_SECONDS
+    task_cancel_seconds: float = 4.0  # for those that are cancelled then
 
     # epochs
     parked_seconds: float = 1.0  # that an ended epoch's segments stay mapped
@@ -90,6 +90,11 @@ class Limits:
     map_numbers: int = 256  # of a row of a map
     plotted_segments: int = 400  # more are no wider than a pixel
     plotted_values: int = 4096  # of each
+
+    @property
+    def stop_seconds(self) -> float:
+        """For a pool's tasks to end, in any way."""
+        return self.task_end_seconds + self.task_cancel_seconds
 
 
 Limits.current = Limits()

@@ -37,10 +37,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError, log
+from arrowcache.limits import Limits
 from arrowcache.ray.caches import NODE, NodeCaches, alive_nodes
 from arrowcache.ray.draw import draw_segment
 from arrowcache.ray.ingest import GROUPS, NodeIngest, OpenedCache, OpenedPool
-from arrowcache.sampling.dispatcher import STOP_SECONDS, failed
+from arrowcache.sampling.dispatcher import failed
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task
 from arrowcache.units import format_bytes
@@ -52,7 +53,7 @@ ANSWER_SECONDS = 60.0  # for a node's claim
 _STORE_SHARE = 0.5  # of the smallest object store, for segments in flight
 _AHEAD = 2  # segments a node, beside those being drawn: one being published, one on its way
 _LOOK_SECONDS = 0.1  # between two looks whether Ray still runs
-_FORCE_SECONDS = 1.0  # of STOP_SECONDS, for tasks that have to be killed
+_FORCE_SECONDS = 1.0  # of `Limits.stop_seconds`, for tasks that have to be killed
 _LOST = (RayActorError, ActorUnschedulableError)
 
 
@@ -368,7 +369,7 @@ class RayEngine:
     def end(self) -> list[Done]:
         if self._ended or not self._is_connected():
             return []
-        self._ended, deadline = True, time.monotonic() + STOP_SECONDS
+        self._ended, deadline = True, time.monotonic() + Limits.current.stop_seconds
         results = []
         try:
             for _, report, _ in self._drawing.values():

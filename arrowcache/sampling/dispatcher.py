@@ -18,13 +18,13 @@ from typing import Protocol
 
 from arrowcache.errors import log
 from arrowcache.lifetimes import Origin, before_threads_are_joined
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explained
 from arrowcache.progress import progress_bar
 from arrowcache.sampling.options import PoolOptions
 from arrowcache.sampling.task import Done, Task, failure, require_few
 from arrowcache.storage.cache_lock import once_unlocked
 
-STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _BACKOFF_SECONDS = 0.2  # doubled with each retry, with jitter
 _MOST_BACKOFF_SECONDS = 30.0
@@ -230,10 +230,11 @@ def shut_down(state: PoolState, thread: threading.Thread) -> None:
     is_here = thread is threading.current_thread()  # the garbage collector may run in any thread
     if thread.ident is None or is_here:
         return
+    seconds = Limits.current.stop_seconds
     with state.lock:  # `join` alone forgets, after a Ctrl-C, that the thread runs: CPython below 3.13
-        has_ended = state.changed.wait_for(lambda: state.finished, 2 * STOP_SECONDS)
+        has_ended = state.changed.wait_for(lambda: state.finished, 2 * seconds)
     if has_ended:
-        thread.join(STOP_SECONDS)
+        thread.join(seconds)
 
 
 def drop(state: PoolState, thread: threading.Thread) -> None:

@@ -29,6 +29,7 @@ from helpers import (
     columns_of,
     file_bytes,
     full,
+    limit,
     make_cache,
     publish,
     ramp_rows,
@@ -252,7 +253,8 @@ def test_every_node_that_is_alive_has_a_cache_if_none_is_named(caches, cluster, 
     assert by_function.path_on("abcdef") == tmp_path / "abc"
 
 
-def test_stop_closes_the_generators_of_samplers_anywhere(caches, tmp_path):
+def test_stop_closes_the_generators_of_samplers_anywhere(caches, tmp_path, monkeypatch):
+    limit(monkeypatch, task_cancel_seconds=LONG_SECONDS)  # on a busy machine the second is late
     begun, closing, closed = (tmp_path / name for name in ("begun", "closing", "closed"))
     for folder in (begun, closing, closed):
         folder.mkdir()

@@ -266,7 +266,9 @@ class SamplerPool(Pool):
         sample: `sample(rng) -> iterable of samples`, a function or callable object that cloudpickle can
             pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed, k).
             A sampler whose attribute `ramp` is False fills full segments from the start, as sources do that
-            read whole groups of samples.
+            read whole groups of samples. Of one whose attribute `hedge` is True, as that of ready sources, a
+            read that takes longer than 50 ms and four times the usual is begun once more in another thread,
+            at most one in ten, and the first success counts: reads that change nothing may run twice.
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
         name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and

@@ -132,6 +132,28 @@ def test_a_stop_waits_for_no_read_and_closes_both_samplers_of_a_worker(tmp_path,
 
 
 @pytest.mark.slow
+def test_a_stop_waits_for_no_read_that_was_begun_twice(tmp_path, folder):
+    def read(key: int, number: int) -> dict:
+        while number == 12:
+            Path(folder, f"{threading.get_ident()}.{os.getpid()}").touch()
+            time.sleep(0.005)
+        return row(key)
+
+    def sampler(rng):
+        for number in itertools.count():
+            yield partial(read, int(rng.integers(1 << 20)), number)
+
+    sampler.hedge, sampler.ramp = True, False
+    cache = make_cache(tmp_path / "cache")
+    pool = ac.SamplerPool(cache, sampler, 1, reads=8, progress=False)
+    wait_until(lambda: len(begun(folder)) == 2, "both")
+    (pid,) = pids(folder)
+    pool.stop()
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not tasks(cache)
+
+
+@pytest.mark.slow
 def test_a_read_that_ends_its_process_is_a_failure_of_its_task_alone(tmp_path, folder):
     def sampler(rng):
         (task,) = rng.bit_generator.seed_seq.spawn_key

@@ -34,6 +34,7 @@ from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Origin
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start
+from arrowcache.sampling.counts import Counts, tally
 from arrowcache.sampling.retries import Retries, is_fault, settled
 from arrowcache.sampling.rows import Rows
 
@@ -136,6 +137,7 @@ class Threads:
         self.origin = Origin()
         self.mean_rows, self.mean_bytes = 1.0, 0.0  # of a read's result, so far
         self.usual_seconds = 0.0  # of a read: a running median
+        self.counts = Counts()
         self._asked: deque[_Pending] = deque()
         self._ask: SimpleQueue[None] = SimpleQueue()  # one for each that is asked
         self._lock = threading.Lock()
@@ -148,6 +150,11 @@ class Threads:
     def backlog(self) -> int:
         """The number of reads that wait for a thread; below zero, of threads that could read at once."""
         return self._open - self.count
+
+    @property
+    def at_work(self) -> int:
+        """The number of reads in threads."""
+        return min(self._open, self._running)
 
     @property
     def are_reading(self) -> bool:
@@ -186,7 +193,7 @@ class Threads:
                     return _LOOK_SECONDS
                 patience = max(Limits.current.late_read_seconds, _LATE_TIMES * self.usual_seconds)
                 left = late.began + patience - time.monotonic()
-                if not late.is_over:
+                if is_waited_for := not late.is_over:
                     if left > 0:
                         return min(left, _LOOK_SECONDS)
                     if self._begun < _READS_PER_HEDGE * (self._hedges + 1):
@@ -195,7 +202,8 @@ class Threads:
                     late.runs += 1
                     _held.add(late.held_bytes)
                 del self._at_work[late]
-            if not late.is_over:
+            if is_waited_for:
+                self.counts.add(hedges=1)
                 self.submit(late)
 
     def results(self, calls: Iterable[Callable[[], T]], look: Callable[[], None]) -> Generator[T, None, None]:
@@ -245,6 +253,8 @@ class Threads:
 
     def _run(self, pending: _Pending) -> None:
         values, error = None, None
+        tally.fetched_bytes = tally.retries = 0
+        of_cpu = time.thread_time()
         with self._lock:
             _of_thread.is_hedge = pending.began > 0
             if not pending.began:
@@ -257,6 +267,9 @@ class Threads:
                 values = self.retries.call(pending.read, lambda: pending.is_over)
         except BaseException as raised:  # noqa: BLE001  # the task raises it in its turn
             error = raised
+        fetched_bytes = tally.fetched_bytes or _nbytes(values)
+        of_cpu = time.thread_time() - of_cpu
+        self.counts.add(fetched_bytes=fetched_bytes, retries=tally.retries, cpu_seconds=of_cpu)
         with self._lock:
             self._open -= 1
             self._at_work.pop(pending, None)
@@ -268,6 +281,7 @@ class Threads:
                 seconds = time.monotonic() - pending.began
                 is_more = seconds > self.usual_seconds
                 self.usual_seconds = self.usual_seconds * (_STEP if is_more else 1 / _STEP) or seconds
+                self.counts.add(seconds)
             pending.values, pending.error, pending.is_over, pending.has_ended = values, error, True, True
             pending.ended.release()
 
@@ -295,6 +309,7 @@ class Samples:
     ) -> None:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
         self._skips, self._hedges = skips, hedge_of(sampler)
+        self.counts = threads.counts
         self.are_divided = getattr(sampler, "is_divided", False)
         plan = getattr(sampler, "plan_reads", None)
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
@@ -332,7 +347,9 @@ class Samples:
                 break
             else:
                 go_on()
+                began = time.monotonic()
                 pending.wait(self._threads.hedge())
+                self.counts.add(reading_seconds=time.monotonic() - began)
         if self._reads and self._threads.backlog < 0:
             go_on()
         return self._taken()
@@ -497,6 +514,15 @@ def values_of(read: Read) -> Values:
     raise settled(
         SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}"),
         is_fault=values is None,
+    )
+
+
+def _nbytes(values: object) -> int:
+    """The bytes of a read's result, of its arrays and texts."""
+    if not isinstance(values, Mapping):
+        return 0
+    return sum(
+        len(each) if isinstance(each, bytes | str) else getattr(each, "nbytes", 0) for each in values.values()
     )
 
 

@@ -26,6 +26,7 @@ from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
+from arrowcache.sampling.counts import tally
 from arrowcache.sampling.reads import Read
 from arrowcache.sampling.retries import Retries, settled
 from arrowcache.sampling.rows import Rows
@@ -228,6 +229,7 @@ class ParquetRows(Source):
     def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
         """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
         table = self._read(group)
+        tally.fetched_bytes += group.nbytes
         empty.count = empty.count + 1 if table.num_rows == 0 else 0
         if empty.count >= _MOST_EMPTY:
             raise settled(

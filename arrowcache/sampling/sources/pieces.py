@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.sampling.counts import tally
 from arrowcache.sampling.sources.handles import Once
 
 Places = NDArray[np.int64]  # (windows, axes): where each begins
@@ -196,12 +197,14 @@ def from_bytes(
     nbytes = extent(window, layout.strides, itemsize)
     if len(starts) == 1:
         data = read(int(offsets[0]), nbytes)
+        tally.fetched_bytes += len(data)
         cells[0] = np.ndarray(shape, layout.dtype, data, strides=layout.strides)
         return cells
     order = np.argsort(offsets, kind="stable")
     for rows in np.split(order, np.flatnonzero(_ranges(offsets[order], nbytes))[1:]):
         first, last = int(offsets[rows[0]]), int(offsets[rows[-1]])
         data = read(first, last - first + nbytes)
+        tally.fetched_bytes += len(data)
         count = (last - first) // itemsize + 1
         every: NDArray[Any] = np.ndarray(
             (count, *shape), layout.dtype, data, strides=(itemsize, *layout.strides)
@@ -237,7 +240,9 @@ def from_pieces(
             needed[number] = place
 
     def fetch(place: tuple[int, ...]) -> NDArray[Any]:
-        return read([*_piece(layout, place), *window.rest])
+        cells = read([*_piece(layout, place), *window.rest])
+        tally.fetched_bytes += cells.nbytes
+        return cells
 
     found: dict[tuple[int, ...], NDArray[Any]] = {}
     waiting = list(needed.items())

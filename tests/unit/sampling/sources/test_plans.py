@@ -680,3 +680,17 @@ def test_a_plans_late_read_is_begun_again_though_others_wait_for_its_piece(tmp_p
         assert store.gate.is_set()
         assert not store.armed
         store.gate.clear()
+
+
+@pytest.mark.parametrize("kind", ["npy", "zarr", "parquet"])
+def test_a_plan_tells_how_many_bytes_it_fetched(tmp_path, kind):
+    if kind == "parquet":
+        pq.write_table(pa.table({"x": np.arange(4000.0)}), tmp_path / "x.parquet", row_group_size=1000)
+        source: Any = ParquetRows(tmp_path / "x.parquet", rows_per_group=10)
+    else:
+        source = ArrayWindows(stored(tmp_path, kind, np.arange(4000.0), (1000,)), (5,))
+    threads = Threads(4, AT_ONCE)
+    into = SegmentBuilder(Form(source.schema, 40, 1 << 20))
+    fill(source, Task("", b"", "default.0", 0, 0, token=0, ramp=False, reads=4), into, threads=threads)
+    fetched = threads.counts.copy()["fetched_bytes"]
+    assert (8 * 1000 if kind != "npy" else 8 * 5) < fetched <= 8 * 4000 * 1.2

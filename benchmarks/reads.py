@@ -3,7 +3,7 @@
 Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
 one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
 private memory of the workers. 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 %
-fail; how many tasks are given up.
+fail; how many tasks are given up. With `hedge` late reads are begun once more.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
 new cache for seconds, in turns; the rate is of the bytes that are published after the first second.
@@ -136,8 +136,8 @@ def store(delay: float = DELAY_SECONDS, tail: float = 0.0, failing: float = 0.0)
 class Objects:
     """A sampler of objects, one at a time, or by reads. Each thread has a connection of its own."""
 
-    def __init__(self, port: int, nbytes: int, *, by_reads: bool) -> None:
-        self.port, self.nbytes, self.by_reads = port, nbytes, by_reads
+    def __init__(self, port: int, nbytes: int, *, by_reads: bool, hedge: bool) -> None:
+        self.port, self.nbytes, self.by_reads, self.hedge = port, nbytes, by_reads, hedge
 
     def read(self, number: int) -> dict[str, Any]:
         kept = vars(threading.current_thread())  # a threading.local of this module cannot be pickled
@@ -164,12 +164,12 @@ def memory_of_workers() -> int:
     return sum(private_bytes(worker.pid) for worker in workers)
 
 
-def filled(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]:
+def filled(port: int, nbytes: int, workers: int, reads: int, hedge: bool = False) -> dict[str, float]:
     """MB/s, seconds to the first row, MiB of the workers, tasks tried again and given up. reads=0: none."""
     with tempfile.TemporaryDirectory() as folder:
         schema = {"x": ac.Tensor("uint8", (nbytes,)), "id": ac.Tensor("int64")}
         cache = ac.Cache.create(f"{folder}/cache", schema, "4GB", "32MiB")
-        sampler = Objects(port, nbytes, by_reads=reads > 0)
+        sampler = Objects(port, nbytes, by_reads=reads > 0, hedge=hedge)
         began = time.perf_counter()
         with ac.SamplerPool(cache, sampler, workers=workers, reads=reads or 1, progress=False) as pool:
             pool.wait(rows=1, timeout=60)
@@ -182,7 +182,7 @@ def filled(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]
         rate = (after.bytes - before.bytes) / (until - since) / 1e6
         return {
             "MB/s": rate, "first row, s": first, "MiB": memory / MIB,
-            "retries": after.retries, "given up": after.failures,
+            "retries": after.retries, "given up": after.failures, "hedges": after.hedges,
         }  # fmt: skip
 
 
@@ -209,12 +209,13 @@ def rate_of_the_store() -> float:
         return sum(read) * MIB / 3 / 1e6
 
 
-CASES: dict[str, tuple[dict[str, float], int, int, int]] = {
+CASES: dict[str, tuple[dict[str, float], int, int, int] | tuple[dict[str, float], int, int, int, bool]] = {
     "1 MiB, one at a time": ({}, MIB, 2, 0),
     "1 MiB, reads=32": ({}, MIB, 2, 32),
     "64 KiB, one at a time": ({}, 64 * KIB, 2, 0),
     "64 KiB, reads=64": ({}, 64 * KIB, 2, 64),
     "1 MiB, reads=32, 1 % take 1 s": ({"tail": 0.01}, MIB, 2, 32),
+    "1 MiB, reads=32, 1 % take 1 s, hedge": ({"tail": 0.01}, MIB, 2, 32, True),
     "1 MiB, reads=32, 1 % fail": ({"failing": 0.01}, MIB, 2, 32),
     "1 MiB, one at a time, 1 % fail": ({"failing": 0.01}, MIB, 2, 0),
 }
@@ -225,9 +226,9 @@ def main() -> None:
     print(f"store: {rate_of_the_store():.0f} MB/s")
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for _ in range(REPEATS):
-        for name, (options, nbytes, workers, reads) in CASES.items():
+        for name, (options, *given) in CASES.items():
             with store(**options) as port:
-                found[name].append(filled(port, nbytes, workers, reads))
+                found[name].append(filled(port, *given))  # type: ignore[arg-type]  # a tuple of each
     for name, runs in found.items():
         medians = {what: statistics.median(run[what] for run in runs) for what in runs[0]}
         print(f"{name:>32}: {', '.join(f'{value:.4g} {what}' for what, value in medians.items())}")

@@ -99,6 +99,8 @@ class Store:
         heapq.heappush(self._waiting, (time.monotonic() + late, self._number, client, request))
 
     def _answer(self, client: socket.socket, request: bytes) -> None:
+        if client.fileno() < 0:  # it has gone meanwhile
+            return
         if random.random() < self._failing:
             client.send(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
             return

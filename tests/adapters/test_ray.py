@@ -13,8 +13,8 @@ import re
 import signal
 import threading
 import time
-from functools import partial
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 

@@ -44,6 +44,7 @@ class Limits:
     # what ends: threads and processes
     join_seconds: float = 5.0  # for a thread
     idle_read_seconds: float = 5.0  # for a thread without a read, before it ends
+    late_read_seconds: float = 0.05  # before a read is begun again, at least
     worker_end_seconds: float = 1.0  # for a worker of a loader to end by itself
     worker_drop_seconds: float = 1.0  # for workers of a loader to let go of what they lease
     task_end_seconds: float = 1.0  # for a pool's tasks in a user's executor to end by themselves

@@ -3,8 +3,9 @@
 Question 1: MB/s into the cache of objects of 1 MiB, and of 64 KiB, by a reader of one's own (http.client):
 one read at a time, as samplers had it before, and by reads in threads. The seconds to the first row, and the
 private memory of the workers. 2: what is left of the rate where 1 % of the requests take 1 s, and where 1 %
-fail; how many tasks are given up. 3: rows/s and MB/s of windows of .npy and Zarr. 4: MB/s from a Zarr array
-to batches, whole chunks at a time, in two epochs, beside insitubatch and xbatcher.
+fail; how many tasks are given up. With `hedge` late reads are begun once more. 3: rows/s and MB/s of windows
+of .npy and Zarr. 4: MB/s from a Zarr array to batches, whole chunks at a time, in two epochs, beside
+insitubatch and xbatcher.
 Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
 new cache for seconds, in turns; the rate is of the bytes that are published after the first seconds. Data is
@@ -112,6 +113,8 @@ class Store:
         heapq.heappush(self._waiting, (time.monotonic() + late, self._number, client, request))
 
     def _answer(self, client: socket.socket, request: bytes) -> None:
+        if client.fileno() < 0:  # it has gone meanwhile
+            return
         if random.random() < self._failing:
             client.send(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
             return
@@ -180,8 +183,8 @@ def store(
 class Objects:
     """A sampler of objects, one at a time, or by reads. Each thread has a connection of its own."""
 
-    def __init__(self, port: int, nbytes: int, *, by_reads: bool) -> None:
-        self.port, self.nbytes, self.by_reads = port, nbytes, by_reads
+    def __init__(self, port: int, nbytes: int, *, by_reads: bool, hedge: bool) -> None:
+        self.port, self.nbytes, self.by_reads, self.hedge = port, nbytes, by_reads, hedge
 
     def read(self, number: int) -> dict[str, Any]:
         kept = vars(threading.current_thread())  # a threading.local of this module cannot be pickled
@@ -232,12 +235,13 @@ def filled(
             "MB/s": (after.bytes - before.bytes) / (until - since) / 1e6,
             "rows/s": (after.rows - before.rows) / (until - since),
             "first row, s": first, "MiB": memory / MIB, "retries": after.retries, "given up": after.failures,
+            "hedges": after.hedges,
         }  # fmt: skip
 
 
-def objects(port: int, nbytes: int, workers: int, reads: int) -> dict[str, float]:
+def objects(port: int, nbytes: int, workers: int, reads: int, hedge: bool = False) -> dict[str, float]:
     schema = ac.Schema({"x": ac.Tensor("uint8", (nbytes,)), "id": ac.Tensor("int64")})
-    return filled(Objects(port, nbytes, by_reads=reads > 0), schema, workers, reads)
+    return filled(Objects(port, nbytes, by_reads=reads > 0, hedge=hedge), schema, workers, reads)
 
 
 def rate_of_the_store() -> float:
@@ -263,12 +267,13 @@ def rate_of_the_store() -> float:
         return sum(read) * MIB / 3 / 1e6
 
 
-CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
+CASES: dict[str, tuple[dict[str, Any], int, int, int] | tuple[dict[str, Any], int, int, int, bool]] = {
     "1 MiB, one at a time": ({}, MIB, 2, 0),
     "1 MiB, reads=32": ({}, MIB, 2, 32),
     "64 KiB, one at a time": ({}, 64 * KIB, 2, 0),
     "64 KiB, reads=64": ({}, 64 * KIB, 2, 64),
     "1 MiB, reads=32, 1 % take 1 s": ({"tail": 0.01}, MIB, 2, 32),
+    "1 MiB, reads=32, 1 % take 1 s, hedge": ({"tail": 0.01}, MIB, 2, 32, True),
     "1 MiB, reads=32, 1 % fail": ({"failing": 0.01}, MIB, 2, 32),
     "1 MiB, one at a time, 1 % fail": ({"failing": 0.01}, MIB, 2, 0),
 }
@@ -352,9 +357,9 @@ def own_reader() -> None:
     print(f"store: {rate_of_the_store():.0f} MB/s")
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for _ in range(REPEATS):
-        for name, (options, nbytes, workers, reads) in CASES.items():
+        for name, (options, *given) in CASES.items():
             with store(**options) as port:
-                found[name].append(objects(port, nbytes, workers, reads))
+                found[name].append(objects(port, *given))  # type: ignore[arg-type]  # a tuple of each
     tell(found)
     one, many = (found[f"1 MiB, {how}"] for how in ("one at a time", "reads=32"))
     remember("reads", {"1 MiB": [b["MB/s"] / a["MB/s"] for a, b in zip(one, many, strict=True)]})

@@ -151,7 +151,8 @@ def _users(seen: Observation) -> Iterator[tuple[str, str]]:
     for sampler in seen.samplers:
         drawn = f"{sampler.rows} of {format_count(sampler.full_rows, 'row')} of {sampler.pool}.{sampler.task}"
         left_out = f", and left out {format_count(sampler.skipped, 'sample')}" if sampler.skipped else ""
-        yield "sampler", f"pid {sampler.pid} ({sampler.command}): has drawn {drawn}{left_out}"
+        reads = f"; reads: {sampler.reads.text}" if sampler.reads.text else ""
+        yield "sampler", f"pid {sampler.pid} ({sampler.command}): has drawn {drawn}{left_out}{reads}"
     for loader in seen.loaders:
         batches = format_count(loader.batches, "batch", "batches")
         yield "loader", f"pid {loader.pid} ({loader.command}): {batches}, bottleneck {loader.bottleneck}"

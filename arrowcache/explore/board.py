@@ -31,7 +31,7 @@ from arrowcache.units import format_bytes, format_count, format_seconds, format_
 _LEAST_INTERVAL = 0.05
 _LOCK_TIMEOUT_SECONDS = 2.0
 _LEASE = ("pid", "leased", "segments", "bytes", "for", "by")
-_SAMPLER = ("pid", "task", "rows drawn", "last row", "waits", "sampler")
+_SAMPLER = ("pid", "task", "rows drawn", "last row", "reads", "waits", "sampler")
 _WAITING = ("pid", "waits for", "because", "writer")
 _LOADER = ("pid", "epochs", "batches", "delivered", "now", "stall", "now", "bottleneck", "loader")
 _RIGHT = {"pid", "leased", "bytes", "for", "rows drawn", "last row", "waits for"}
@@ -150,7 +150,8 @@ def _sampler(sampler: SamplerAtWork) -> tuple[object, ...]:
     left_out = f", {sampler.skipped:,} left out" if sampler.skipped else ""
     drawn = f"{sampler.rows:,} of {sampler.full_rows:,}{left_out}"
     task = f"{sampler.pool}.{sampler.task}"
-    return sampler.pid, task, drawn, last, "to publish" if sampler.is_waiting else "", sampler.command
+    waits = "to publish" if sampler.is_waiting else ""
+    return sampler.pid, task, drawn, last, sampler.reads.text, waits, sampler.command
 
 
 def _waiting(writer: WaitingWriter, seen: Observation) -> tuple[object, ...]:

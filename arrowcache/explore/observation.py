@@ -23,7 +23,7 @@ from arrowcache.storage.locks import Holder, file_identity, flock_holders, range
 from arrowcache.storage.overview import CacheStats
 from arrowcache.storage.page import seen_pages
 from arrowcache.storage.proc import OpenFile, command, open_files, started
-from arrowcache.storage.progress import PROGRESS, State, seen_samplers
+from arrowcache.storage.progress import NO_READS, PROGRESS, SeenReads, State, seen_samplers
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
@@ -92,8 +92,8 @@ class SamplerAtWork:
     """A sampler that is at a task, of which it has drawn `rows` of about `full_rows`, none of them published.
 
     `last_row_seconds` is since it drew its last row; None: it has drawn none. `is_waiting`: the segment is
-    full, and waits for room, or for training. `skipped` samples were left out, of all its tasks. Samplers of
-    other machines, as Ray's, are not seen.
+    full, and waits for room, or for training. `skipped` samples were left out, of all its tasks; `reads` are
+    those that it yields, or its source plans. Samplers of other machines, as Ray's, are not seen.
     """
 
     pid: int
@@ -105,6 +105,7 @@ class SamplerAtWork:
     last_row_seconds: float | None
     is_waiting: bool
     skipped: int = 0
+    reads: SeenReads = NO_READS
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,7 @@ def _samplers(files: Sequence[OpenFile], folder: Path) -> tuple[SamplerAtWork, .
             last_row_seconds=None if seen.last_row is None else max(0.0, now - seen.last_row),
             is_waiting=seen.state == State.WAITS,
             skipped=seen.skipped,
+            reads=seen.reads,
         )
         for seen in seen_samplers(folder, files)
         if seen.state != State.IDLE

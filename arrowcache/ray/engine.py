@@ -363,8 +363,8 @@ class RayEngine:
             f"all {len(self.nodes)} nodes with a cache were lost: a new pool goes on with those that live"
         )
 
-    def drawn_rows(self) -> int:
-        return 0  # rows drawn on other nodes are not seen before they arrive
+    def at_work(self) -> tuple[int, int]:
+        return 0, 0  # what is drawn on other nodes is not seen before it arrives
 
     def end(self) -> list[Done]:
         if self._ended or not self._is_connected():
@@ -403,7 +403,11 @@ class RayEngine:
             if done.rows:
                 of_task = drawn.done
                 results[drawn.task.number] = replace(
-                    done, drawn=of_task.drawn, skipped=of_task.skipped, fault=of_task.fault
+                    done,
+                    drawn=of_task.drawn,
+                    skipped=of_task.skipped,
+                    fault=of_task.fault,
+                    counts=of_task.counts,
                 )
         return [*results.values()]
 

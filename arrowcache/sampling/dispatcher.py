@@ -12,6 +12,7 @@ import heapq
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -54,10 +55,10 @@ class Engine(Protocol):
         """
         ...
 
-    def drawn_rows(self) -> int:
-        """Return the number of rows drawn and not published, as far as it is known here. In any thread.
+    def at_work(self) -> tuple[int, int]:
+        """Return the numbers of rows drawn and not published, and of reads at work, as far as is known here.
 
-        Raises: OSError: the cache's folder is gone.
+        In any thread. Raises: OSError: the cache's folder is gone.
         """
         ...
 
@@ -87,6 +88,7 @@ class PoolState:
     failures: int = 0
     drawn: int = 0
     skipped: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # see counts.py
     fault: str = ""  # of the last sample that was left out
     first_failure: str = ""
     error: BaseException | None = None
@@ -184,6 +186,7 @@ class Dispatcher:
             state.waiting_seconds += done.waiting_seconds
             state.drawn += done.drawn
             state.skipped += done.skipped
+            state.counts.update(done.counts)
             state.fault = done.fault or state.fault
             if done.rows:
                 state.segments += 1

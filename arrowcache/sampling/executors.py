@@ -141,11 +141,10 @@ class ExecutorEngine:
             "replaced"
         )
 
-    def drawn_rows(self) -> int:
-        seen = seen_samplers(self._store.folder.path)
-        return sum(
-            each.rows for each in seen if (each.pool, each.token) == (shown_pool(self._pool), self._token)
-        )
+    def at_work(self) -> tuple[int, int]:
+        own = shown_pool(self._pool), self._token
+        seen = [each for each in seen_samplers(self._store.folder.path) if (each.pool, each.token) == own]
+        return sum(each.rows for each in seen), sum(each.reads.at_work for each in seen)
 
     def end(self) -> list[Done]:
         self._watch.close()  # tells the tasks at work to close their generators and end

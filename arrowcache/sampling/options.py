@@ -17,6 +17,10 @@ _MOST_SEED_BITS = 128
 MOST_READS = 1024  # threads of a worker
 
 
+_SAYS = {  # attributes of samplers
+    "ramp": "False has it fill full segments from the start",
+    "hedge": "True has reads that take unusually long begun again, while they are at work",
+}
 ON_ERROR = ("raise", "skip")
 
 
@@ -76,11 +80,9 @@ class PoolOptions:
         keep("retries", parse_count(self.retries, "retries", least=0))
         require_policy(self.on_error)
         keep("ramp", getattr(sample, "ramp", True))
-        if not isinstance(self.ramp, bool):
-            raise TypeError(
-                f"the sampler's ramp must be True or False, not {self.ramp!r}: False has it fill full "
-                "segments from the start"
-            )
+        for name, says in _SAYS.items():
+            if not isinstance(given := getattr(sample, name, True), bool):
+                raise TypeError(f"the sampler's {name} must be True or False, not {given!r}: {says}")
         keep("sampler", pickled(sample, "the sampler {!r}"))
         keep("digest", hashlib.blake2b(self.sampler, digest_size=16).digest())
 

@@ -25,10 +25,12 @@ from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError
 from arrowcache.lifetimes import finalizer
 from arrowcache.os_errors import start
+from arrowcache.sampling.counts import seconds_of
 from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
 from arrowcache.sampling.options import PoolOptions, fitted
 from arrowcache.sampling.reads import Sampler
+from arrowcache.storage.progress import SeenReads
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
 
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 #: Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _SEEN_SECONDS = 1.0  # between two looks at the samplers' progress
+_LEAST_JUDGED_SECONDS = 1.0  # of drawing, before there is advice
+_MOST_BUSY = 0.7  # of the time, for a worker that does not need more of its processor
+_MOST_FETCHED = 2.0  # bytes for each that is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,15 @@ class PoolStats(Shown):
     `bytes` are of published segments' files, `seconds` since the start. `waiting_seconds` is the time that
     all workers waited for room, or for training as the cache's pace says. `retries` counts repeated attempts,
     `failures` tasks given up. `skipped` samples were left out of the tasks that are done, with
-    on_error="skip". `drawn_rows` are in no published segment yet, counted at most a second ago;
-    rows on other machines, as of Ray, are not counted: 0.
+    on_error="skip". `drawn_rows` are in no published segment yet, counted at most a second ago, and
+    `reads_at_work` are in threads then; those on other machines, as of Ray, are not counted: 0.
+
+    The others are of tasks that are done. `usual_read_seconds` is the median of a read that a sampler yields
+    or a source plans, `slow_read_seconds` the 99th percentile, both to some 5 %; 0.0 if there was none.
+    `read_retries` are further attempts at reads, `hedges` reads begun once more as they took long.
+    `fetched_bytes` came from the store: decoded chunks, row groups and ranges of ready sources, else what
+    reads returned. All workers together drew for `drawing_seconds`, and waited for reads for
+    `reading_seconds` of these, and had a processor for `cpu_seconds`; `advice` is drawn from them.
     """
 
     segments: int
@@ -60,6 +72,30 @@ class PoolStats(Shown):
     failures: int
     drawn_rows: int = 0
     skipped: int = 0
+    reads_at_work: int = 0
+    usual_read_seconds: float = 0.0
+    slow_read_seconds: float = 0.0
+    read_retries: int = 0
+    hedges: int = 0
+    fetched_bytes: int = 0
+    drawing_seconds: float = 0.0
+    reading_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def advice(self) -> str:
+        """Advice on how to draw faster. Empty: there is none, or the samplers wait for room."""
+        if self.drawing_seconds < max(_LEAST_JUDGED_SECONDS, self.waiting_seconds):
+            return ""
+        found = []
+        if self.cpu_seconds > _MOST_BUSY * self.drawing_seconds:
+            found.append("the processor is the limit: more workers, as far as there are processors")
+        elif self.reading_seconds > self.drawing_seconds / 2:
+            found.append("the store is the limit: more `reads`")
+        if self.fetched_bytes > _MOST_FETCHED * self.bytes > 0:
+            fetched = f"{self.fetched_bytes / self.bytes:.1f} bytes are fetched for each that is published"
+            found.append(f"small windows, {fetched}: `windows_per_chunk`, or more `rows_per_group`")
+        return "; ".join(found)
 
     def _card(self) -> Card:
         return Card("PoolStats", "", [Facts(self.facts())])
@@ -79,6 +115,7 @@ class PoolStats(Shown):
             ),
             *([("drawn, not published", format_count(self.drawn_rows, "row"))] if self.drawn_rows else []),
             *([("left out", format_count(self.skipped, "sample"))] if self.skipped else []),
+            *([("reads", reads)] if (reads := self._reads()) else []),
             ("waited to publish", f"{format_seconds(self.waiting_seconds)}, all workers together"),
             (
                 "tasks",
@@ -87,7 +124,13 @@ class PoolStats(Shown):
                     f"{format_count(self.failures, 'task')} given up"
                 ),
             ),
+            *([("advice", self.advice)] if self.advice else []),
         ]
+
+    def _reads(self) -> str:
+        times = self.usual_read_seconds, self.slow_read_seconds
+        fetched = self.fetched_bytes / self.bytes if self.bytes else 0.0
+        return SeenReads(self.reads_at_work, *times, self.read_retries, self.hedges, fetched).text
 
 
 class Pool:
@@ -101,8 +144,8 @@ class Pool:
         self._state = PoolState()
         self._started = time.monotonic()
         self._segments = options.segments
-        self._engine_drawn_rows = engine.drawn_rows
-        self._seen_rows, self._seen_at = 0, 0.0
+        self._engine_at_work = engine.at_work
+        self._seen, self._seen_at = (0, 0), 0.0
         self._reported = 0  # failures that were raised already
         thread: threading.Thread | None = None
         try:
@@ -123,22 +166,23 @@ class Pool:
     def stats(self) -> PoolStats:
         """Return counts of published segments, and their cost; in a forked child, up to the fork."""
         if not self._state.origin.is_here:  # the lock may be held for ever
-            return self._counted(0)
-        drawn_rows = 0 if self._state.finished else self._drawn_rows()
+            return self._counted(0, 0)
+        at_work = (0, 0) if self._state.finished else self._at_work()
         with self._state.lock:
-            return self._counted(drawn_rows)
+            return self._counted(*at_work)
 
-    def _drawn_rows(self) -> int:
+    def _at_work(self) -> tuple[int, int]:
         """Read progress in /proc at most once a second, since that takes milliseconds."""
         now = time.monotonic()
         if not self._seen_at or now - self._seen_at > _SEEN_SECONDS:
             with suppress(OSError):  # the folder is gone
-                self._seen_rows = self._engine_drawn_rows()
+                self._seen = self._engine_at_work()
             self._seen_at = now
-        return self._seen_rows
+        return self._seen
 
-    def _counted(self, drawn_rows: int) -> PoolStats:
+    def _counted(self, drawn_rows: int, reads_at_work: int) -> PoolStats:
         state = self._state
+        counts = dict(state.counts)
         return PoolStats(
             segments=state.segments,
             rows=state.rows,
@@ -149,6 +193,15 @@ class Pool:
             failures=state.failures,
             drawn_rows=drawn_rows,
             skipped=state.skipped,
+            reads_at_work=reads_at_work,
+            usual_read_seconds=seconds_of(counts, 0.5),
+            slow_read_seconds=seconds_of(counts, 0.99),
+            read_retries=int(counts.get("retries", 0)),
+            hedges=int(counts.get("hedges", 0)),
+            fetched_bytes=int(counts.get("fetched_bytes", 0)),
+            drawing_seconds=counts.get("drawing_seconds", 0.0),
+            reading_seconds=counts.get("reading_seconds", 0.0),
+            cpu_seconds=counts.get("cpu_seconds", 0.0),
         )
 
     def wait(
@@ -273,7 +326,10 @@ class SamplerPool(Pool):
         sample: `sample(rng) -> iterable of reads or samples`, a function or callable object that cloudpickle
             can pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed,
             k). A sampler whose attribute `ramp` is False fills full segments from the start, as sources do
-            that read whole groups of samples.
+            that read whole groups of samples. Of one whose attribute `hedge` is True, as that of ready
+            sources, a read that takes longer than 50 ms and four times the usual is begun once more in
+            another thread, at most one in ten, and the first success counts: reads that change nothing may
+            run twice.
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
         name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and

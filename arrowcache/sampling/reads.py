@@ -11,12 +11,15 @@ come in the order of yielding: a task has the same rows whatever `reads` is, and
 or is tried again. Results that wait take about the bytes of a segment, of all tasks of a process together,
 beside those of `reads` reads. A sampler that yields no callable costs none of this.
 It must never have more threads than `reads`: a read that was given up keeps its thread until it returns.
+Of samplers with `hedge = True` a read that takes unusually long is begun once more, in another thread, and
+the first success is taken (Dean and Barroso, "The Tail at Scale", CACM 56(2), 2013: "hedged requests").
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
@@ -31,6 +34,7 @@ from arrowcache.errors import SamplerError
 from arrowcache.lifetimes import Origin
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start
+from arrowcache.sampling.counts import Counts, tally
 from arrowcache.sampling.retries import Retries, is_fault, settled
 from arrowcache.sampling.rows import Rows
 
@@ -45,35 +49,36 @@ MOST_EMPTY_CALLS = 3  # of a sampler in a row
 _MOST_FAULTS = 100  # of samples that are tried for a schema
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
+_LATE_TIMES = 4  # the usual time, after which a read is late
+_READS_PER_HEDGE = 10  # begun, at least, for each that is begun again
+_STEP = 1.05  # of the running median: up where a read took longer, else down
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
 
 
 class _Pending:
-    """A call on its way. `has_ended` is locked until it returned or raised."""
+    """A call on its way. `is_over`: no further attempt is of use."""
 
-    __slots__ = ("drawn", "error", "has_ended", "held_bytes", "is_cancelled", "read", "values")
+    __slots__ = (
+        "began", "drawn", "ended", "error", "has_ended", "held_bytes", "is_over", "may_repeat", "read",
+        "runs", "values",
+    )  # fmt: skip
 
-    def __init__(self, read: Callable[[], Any], drawn: str = "", held_bytes: int = 0) -> None:
-        self.read, self.drawn, self.held_bytes = read, drawn, held_bytes
+    def __init__(
+        self, read: Callable[[], Any], drawn: str = "", held_bytes: int = 0, *, may_repeat: bool = False
+    ) -> None:
+        self.read, self.drawn, self.held_bytes, self.may_repeat = read, drawn, held_bytes, may_repeat
         self.values: Any = None
         self.error: BaseException | None = None
-        self.is_cancelled = False
-        self.has_ended = threading.Lock()
-        self.has_ended.acquire()
+        self.began = 0.0
+        self.runs = 1  # that have not ended; 2 where it was begun again
+        self.is_over = self.has_ended = False
+        self.ended = threading.Lock()  # locked until then
+        self.ended.acquire()
 
-    def run(self, retries: Retries) -> None:
-        try:
-            if not self.is_cancelled:
-                self.values = retries.call(self.read, lambda: self.is_cancelled)
-        except BaseException as error:  # noqa: BLE001  # the task raises it in its turn
-            self.error = error
-        finally:
-            self.has_ended.release()
-
-    def wait(self) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait a moment for its end."""
-        if self.has_ended.acquire(timeout=_LOOK_SECONDS):
-            self.has_ended.release()
+        if self.ended.acquire(timeout=seconds):
+            self.ended.release()
 
 
 class _Ready(NamedTuple):
@@ -132,8 +137,13 @@ class Threads:
         self.count, self.retries = count, Retries() if retries is None else retries
         self.origin = Origin()
         self.mean_rows, self.mean_bytes = 1.0, 0.0  # of a read's result, so far
-        self._asked: SimpleQueue[_Pending] = SimpleQueue()
+        self.usual_seconds = 0.0  # of a read: a running median
+        self.counts = Counts()
+        self._asked: deque[_Pending] = deque()
+        self._ask: SimpleQueue[None] = SimpleQueue()  # one for each that is asked
         self._lock = threading.Lock()
+        self._at_work: dict[_Pending, None] = {}  # that may be begun again, the oldest first
+        self._begun = self._hedges = 0  # of these
         self._running = 0  # threads
         self._open = 0  # reads that were submitted, and have not ended
 
@@ -143,11 +153,19 @@ class Threads:
         return self._open - self.count
 
     @property
+    def at_work(self) -> int:
+        """The number of reads in threads."""
+        return min(self._open, self._running)
+
+    @property
     def are_reading(self) -> bool:
         return self._open > 0
 
     def submit(self, pending: _Pending) -> None:
-        """Run a read soon, in the order of submission. Raises: WorkerError: no thread can be started."""
+        """Run a read soon, in the order of submission; at once if it is begun again.
+
+        Raises: WorkerError: no thread can be started.
+        """
         with self._lock:
             self._open += 1
             is_enough = self._running >= min(self.count, self._open)
@@ -161,7 +179,33 @@ class Threads:
                     if not self._running:
                         self._open -= 1
                         raise
-        self._asked.put(pending)
+        (self._asked.appendleft if pending.began else self._asked.append)(pending)
+        self._ask.put(None)
+
+    def hedge(self) -> float:
+        """Begin late reads once more, those that may be, and at most a tenth.
+
+        Returns: seconds after which it is to be called again, if a read is still waited for.
+        """
+        while True:
+            with self._lock:
+                late = next(iter(self._at_work), None)
+                if late is None:
+                    return _LOOK_SECONDS
+                patience = max(Limits.current.late_read_seconds, _LATE_TIMES * self.usual_seconds)
+                left = late.began + patience - time.monotonic()
+                if is_waited_for := not late.is_over:
+                    if left > 0:
+                        return min(left, _LOOK_SECONDS)
+                    if self._begun < _READS_PER_HEDGE * (self._hedges + 1):
+                        return _LOOK_SECONDS
+                    self._hedges += 1
+                    late.runs += 1
+                    _held.add(late.held_bytes)
+                del self._at_work[late]
+            if is_waited_for:
+                self.counts.add(hedges=1)
+                self.submit(late)
 
     def results(self, calls: Iterable[Callable[[], T]], look: Callable[[], None]) -> Generator[T, None, None]:
         """Yield what calls return, in their order. Some that are done wait for those before them.
@@ -179,16 +223,16 @@ class Threads:
                     self.submit(begun[-1])
                 if not begun:
                     return
-                while begun[0].has_ended.locked():
+                while not begun[0].has_ended:
                     look()
-                    begun[0].wait()
+                    begun[0].wait(_LOOK_SECONDS)
                 ended = begun.popleft()
                 if ended.error is not None:
                     raise ended.error
                 yield ended.values
         finally:
             for pending in begun:
-                pending.is_cancelled = True
+                pending.is_over = True
 
     def learn(self, rows: int, nbytes: int) -> None:
         """Note what a read gave: what the next ones will give is guessed from it."""
@@ -199,17 +243,48 @@ class Threads:
     def _work(self) -> None:
         while True:
             try:
-                pending = self._asked.get(timeout=Limits.current.idle_read_seconds)
+                self._ask.get(timeout=Limits.current.idle_read_seconds)
             except Empty:
                 with self._lock:
                     if self._running > self._open:  # else one is about to be put
                         self._running -= 1
                         return
                 continue
-            pending.run(self.retries)
-            with self._lock:
-                self._open -= 1
-            del pending  # the task's alone
+            self._run(self._asked.popleft())
+
+    def _run(self, pending: _Pending) -> None:
+        values, error = None, None
+        tally.fetched_bytes = tally.retries = 0
+        of_cpu = time.thread_time()
+        with self._lock:
+            _of_thread.is_hedge = pending.began > 0
+            if not pending.began:
+                pending.began = time.monotonic()
+                if pending.may_repeat:
+                    self._at_work[pending] = None
+                    self._begun += 1
+        try:
+            if not pending.is_over:
+                values = self.retries.call(pending.read, lambda: pending.is_over)
+        except BaseException as raised:  # noqa: BLE001  # the task raises it in its turn
+            error = raised
+        fetched_bytes = tally.fetched_bytes or _nbytes(values)
+        of_cpu = time.thread_time() - of_cpu
+        self.counts.add(fetched_bytes=fetched_bytes, retries=tally.retries, cpu_seconds=of_cpu)
+        with self._lock:
+            self._open -= 1
+            self._at_work.pop(pending, None)
+            pending.runs -= 1
+            if pending.has_ended or (error is not None and pending.runs):  # the other run is what counts
+                _held.add(-pending.held_bytes)
+                return
+            if error is None:
+                seconds = time.monotonic() - pending.began
+                is_more = seconds > self.usual_seconds
+                self.usual_seconds = self.usual_seconds * (_STEP if is_more else 1 / _STEP) or seconds
+                self.counts.add(seconds)
+            pending.values, pending.error, pending.is_over, pending.has_ended = values, error, True, True
+            pending.ended.release()
 
 
 class Samples:
@@ -234,7 +309,8 @@ class Samples:
         skips: bool = False,
     ) -> None:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
-        self._skips = skips
+        self._skips, self._hedges = skips, hedge_of(sampler)
+        self.counts = threads.counts
         self.are_divided = getattr(sampler, "is_divided", False)
         plan = getattr(sampler, "plan_reads", None)
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
@@ -264,7 +340,7 @@ class Samples:
         """
         while True:
             head = self._entries[0] if self._entries else None
-            pending = head if isinstance(head, _Pending) and head.has_ended.locked() else None
+            pending = head if isinstance(head, _Pending) and not head.has_ended else None
             waits = not self._entries or pending is not None
             if (waits or self._threads.backlog < 0) and self._may_go_on(wanted_rows):
                 self._go_on()
@@ -272,7 +348,9 @@ class Samples:
                 break
             else:
                 go_on()
-                pending.wait()
+                began = time.monotonic()
+                pending.wait(self._threads.hedge())
+                self.counts.add(reading_seconds=time.monotonic() - began)
         if self._reads and self._threads.backlog < 0:
             go_on()
         return self._taken()
@@ -298,7 +376,7 @@ class Samples:
         while self._entries:
             entry = self._entries.popleft()
             if isinstance(entry, _Pending):
-                entry.is_cancelled = True
+                entry.is_over = True
                 _held.add(-entry.held_bytes)
         self._reads = self._ready = 0
         yielded, self._yielded = self._yielded, None
@@ -358,7 +436,8 @@ class Samples:
 
     def _begin(self, read: Read) -> None:
         self.has_reads = True
-        pending = _Pending(partial(values_of, read), self._named(), int(self._threads.mean_bytes))
+        nbytes, may_repeat = int(self._threads.mean_bytes), self._hedges and self._threads.count > 1
+        pending = _Pending(partial(values_of, read), self._named(), nbytes, may_repeat=may_repeat)
         self._threads.submit(pending)
         _held.add(pending.held_bytes)
         self._entries.append(pending)
@@ -436,6 +515,15 @@ def values_of(read: Read) -> Values:
     raise settled(
         SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}"),
         is_fault=values is None,
+    )
+
+
+def _nbytes(values: object) -> int:
+    """The bytes of a read's result, of its arrays and texts."""
+    if not isinstance(values, Mapping):
+        return 0
+    return sum(
+        len(each) if isinstance(each, bytes | str) else getattr(each, "nbytes", 0) for each in values.values()
     )
 
 
@@ -531,6 +619,16 @@ def _late(function: FunctionType, yielded: Any) -> list[str]:
 
 
 _of_thread = threading.local()
+
+
+def hedge_of(sampler: object) -> bool:
+    """True if a read of a sampler may be begun again while it is at work."""
+    return getattr(sampler, "hedge", False) is True
+
+
+def is_hedge() -> bool:
+    """True in a read that was begun again: it is not to wait for what the first one is at."""
+    return getattr(_of_thread, "is_hedge", False)
 
 
 def is_closing() -> bool:

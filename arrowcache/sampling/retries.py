@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from arrowcache.errors import ArrowCacheError, CacheFormatError, SchemaError
+from arrowcache.sampling.counts import tally
 from arrowcache.units import parse_count, parse_seconds
 
 T = TypeVar("T")
@@ -175,6 +176,7 @@ class Retries:
             except Exception as error:
                 if is_over() or not passes(error):
                     raise
+                tally.retries += 1
                 self.sleep(self.jitter() * min(self.most_seconds, self.first_seconds * 2**attempt))
         return read()
 

@@ -19,8 +19,8 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,12 +32,13 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError, sentence_of
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
+from arrowcache.sampling.counts import Counts, seconds_of
 from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Sampler, Samples, Threads, yielded_nothing
 from arrowcache.sampling.retries import is_marked, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
-from arrowcache.storage.progress import Progress
+from arrowcache.storage.progress import Progress, SeenReads
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
@@ -105,7 +106,7 @@ class Done:
     because not every exception survives the way back to the pool's process. `settled`: trying again would end
     in the same way; a store that refuses may even lock the account in the end.
     `lacks_sampler`: nothing was done, as the worker lacks the sampler. Of `drawn` samples `skipped` were left
-    out, the last for `fault`.
+    out, the last for `fault`. `counts`: see counts.py.
     """
 
     number: int
@@ -119,6 +120,7 @@ class Done:
     drawn: int = 0
     skipped: int = 0
     fault: str = ""
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 _samplers: OrderedDict[bytes, bytes] = OrderedDict()  # digest -> pickled sampler, of the process
@@ -180,6 +182,22 @@ class _Worker:
         self._ahead: tuple[Task, Samples] | None = None
         self._shown: tuple[str, int] | None = None
         self._progress: Progress | None = None
+
+    def show_reads(self) -> None:
+        """Show what its reads do, to `pool.stats()` and the monitors."""
+        if self._progress is not None:
+            numbers = self._threads.counts.copy()
+            drawn, fetched = numbers.get("drawn_bytes", 0), numbers.get("fetched_bytes", 0)
+            self._progress.show_reads(
+                SeenReads(
+                    self._threads.at_work,
+                    seconds_of(numbers, 0.5),
+                    seconds_of(numbers, 0.99),
+                    int(numbers.get("retries", 0)),
+                    int(numbers.get("hedges", 0)),
+                    fetched / drawn if drawn else 0.0,
+                )
+            )
 
     def progress_of(self, task: Task) -> Progress | None:
         pool = task.pool, task.token
@@ -272,8 +290,8 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
     if worker is None or not worker.is_for(task, sampler):
         close_ahead()
         worker = _of_thread.worker = _Worker(task, sampler)
-    has_ended = _PoolWatch(worker.store, task)
     progress = worker.progress_of(task)
+    has_ended = _PoolWatch(worker.store, task, worker.show_reads)
     samples = worker.begun(task)
 
     def check() -> None:
@@ -336,10 +354,11 @@ def require_few(drawn: int, skipped: int, fault: str) -> None:
 
 
 class Drawn:
-    """Counts of what a task has drawn."""
+    """Counts of what a task has drawn, in this thread."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, counts: Counts) -> None:
+        self._task, self._counts = task, counts
+        self._began = time.monotonic(), time.thread_time()
         self.count = self.skipped = 0
         self._fault = ""
 
@@ -355,6 +374,9 @@ class Drawn:
 
     def done(self, rows: int, nbytes: int, waiting_seconds: float = 0.0) -> Done:
         """Return the result of the task, of whose segment these are."""
+        wall, of_cpu = self._began
+        seconds = time.monotonic() - wall - waiting_seconds
+        self._counts.add(drawing_seconds=seconds, cpu_seconds=time.thread_time() - of_cpu, drawn_bytes=nbytes)
         return Done(
             self._task.number,
             rows,
@@ -363,6 +385,7 @@ class Drawn:
             drawn=self.count,
             skipped=self.skipped,
             fault=self._fault,
+            counts=self._counts.taken(),
         )
 
 
@@ -388,7 +411,7 @@ def draw(
     builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
-    empty_calls, empty_rows, has_rows, drawn = 0, 0, False, Drawn(task)
+    empty_calls, empty_rows, has_rows, drawn = 0, 0, False, Drawn(task, samples.counts)
 
     def leave_out(fault: Exception) -> None:
         drawn.leave_out(fault, samples.drawn)
@@ -450,9 +473,14 @@ def draw(
 
 
 class _PoolWatch:
-    """Tells, at little cost, if the pool of a task has ended."""
+    """Tells, at little cost, if the pool of a task has ended.
 
-    def __init__(self, store: Store, task: Task) -> None:
+    Args:
+        show: called as often as it looks.
+    """
+
+    def __init__(self, store: Store, task: Task, show: Callable[[], None]) -> None:
+        self._show = show
         self._cache = store.folder.path
         self._path = store.folder.pools / task.pool
         self._token = task.token
@@ -463,6 +491,7 @@ class _PoolWatch:
         now = time.monotonic()
         if not self._ended and now - self._looked > _LOOK_SECONDS:
             self._looked = now
+            self._show()
             with explaining(self._cache):
                 self._ended = not self._is_locked()
         return self._ended

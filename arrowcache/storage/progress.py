@@ -4,8 +4,8 @@ Each sampler process, or thread, has one page (page.py) for each cache that it d
 
     head        token of its pool, "<name>.<seed>" of the pool
     record      task, rows drawn for it, rows of its segment, when the last row was drawn by
-                CLOCK_MONOTONIC, the same for all processes, what it does: see State, and how many samples
-                it has left out, of all its tasks
+                CLOCK_MONOTONIC, the same for all processes, what it does: see State, how many samples
+                it has left out, of all its tasks, and what its reads do: see SeenReads
 
 What was drawn on another machine, as by Ray, is not seen.
 """
@@ -16,17 +16,18 @@ import os
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.page import HEAD, RECORD_AT, Page, PageKind, seen_pages
 from arrowcache.storage.proc import OpenFile
+from arrowcache.units import format_count, format_seconds
 
 PROGRESS = PageKind("arrowcache-sampler", b"arrowcache drawn", 1)
 _IDENTITY = struct.Struct("<q64s")
-_RECORD = struct.Struct("<3qdqq")
+_RECORD = struct.Struct("<3qdqqqddqqd")
 _MOST_ROWS = 2**62
 
 
@@ -41,11 +42,47 @@ class State(IntEnum):
     WAITS = 2  # for room, or for training as the cache's pace says
 
 
+@dataclass(frozen=True, slots=True)
+class SeenReads:
+    """The reads of a sampler: those at work; and of all its tasks, what they took and brought.
+
+    `usual_seconds` is the median of a read, `slow_seconds` the 99th percentile; both 0 if there was none.
+    `retries` are further attempts after an error, `hedges` reads that were begun once more as they took long.
+    `fetched` bytes for each that it published; 0 if it is not known.
+    """
+
+    at_work: int = 0
+    usual_seconds: float = 0.0
+    slow_seconds: float = 0.0
+    retries: int = 0
+    hedges: int = 0
+    fetched: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """These in words. Empty if there was none."""
+        if not self.usual_seconds:
+            return f"{self.at_work:,} at work" if self.at_work else ""
+        parts = [
+            f"{self.at_work:,} of {format_seconds(self.usual_seconds)}",
+            f"99 % in {format_seconds(self.slow_seconds)}",
+            *([format_count(self.retries, "retry", "retries")] if self.retries else []),
+            *([format_count(self.hedges, "hedge")] if self.hedges else []),
+            *([f"{self.fetched:.1f} bytes fetched for one"] if self.fetched else []),
+        ]
+        return ", ".join(parts)
+
+
+NO_READS = SeenReads()
+
+
 class Progress(Page):
     """The page of one sampler. Made by `open`; writing never fails, and takes about a microsecond."""
 
     _task = _rows = _full = _skipped = 0
+    _state = State.IDLE
     _last = 0.0  # no row was drawn yet
+    _reads: tuple[float, ...] = astuple(NO_READS)
 
     @classmethod
     def open(cls, folder: Path, pool: str, token: int) -> Progress | None:
@@ -67,6 +104,11 @@ class Progress(Page):
         self._skipped += 1
         self._show(State.DRAWS)
 
+    def show_reads(self, reads: SeenReads) -> None:
+        """Show what its reads do."""
+        self._reads = astuple(reads)
+        self._show(self._state)
+
     def wait(self) -> None:
         """Show that the segment is full, and waits for room."""
         self._show(State.WAITS)
@@ -77,8 +119,9 @@ class Progress(Page):
         self._show(State.IDLE)
 
     def _show(self, state: State) -> None:
+        self._state = state
         if (page := self._page) is not None:
-            shown = self._task, self._rows, self._full, self._last, state, self._skipped
+            shown = self._task, self._rows, self._full, self._last, state, self._skipped, *self._reads
             _RECORD.pack_into(page, RECORD_AT, *shown)
 
 
@@ -100,6 +143,7 @@ class SeenSampler:
     last_row: float | None
     state: State
     skipped: int = 0
+    reads: SeenReads = NO_READS
 
 
 def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list[SeenSampler]:
@@ -117,10 +161,11 @@ def seen_samplers(folder: Path, files: Iterable[OpenFile] | None = None) -> list
 def _parsed(pid: int, data: bytes) -> SeenSampler | None:
     """Read the content of a page. None if no sampler ever shows this."""
     token, pool = _IDENTITY.unpack_from(data, HEAD.size)
-    task, rows, full_rows, last, state, skipped = _RECORD.unpack_from(data, RECORD_AT)
-    counts = rows, full_rows, skipped
+    task, rows, full_rows, last, state, skipped, *shown = _RECORD.unpack_from(data, RECORD_AT)
+    reads = SeenReads(*shown)
+    counts = rows, full_rows, skipped, *shown
     known = state in iter(State) and task >= 0 and all(0 <= count < _MOST_ROWS for count in counts)
     if not known or not 0 <= last < _MOST_ROWS:
         return None
     name = pool.rstrip(b"\0").decode(errors="replace")
-    return SeenSampler(pid, name, token, task, rows, full_rows, last or None, State(state), skipped)
+    return SeenSampler(pid, name, token, task, rows, full_rows, last or None, State(state), skipped, reads)

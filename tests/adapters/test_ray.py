@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,19 @@ def test_items_that_cannot_be_had_are_left_out_and_tasks_without_any_are_done(ca
             assert (pool.stats().rows, pool.stats().skipped) == (rows, skipped)
     drawn = sorted(number for ids in split(caches).values() for number in ids)
     assert drawn == sorted({*range(60)} - {7, 30, 59})
+
+
+def test_a_pool_says_what_reads_on_other_nodes_took(caches):
+    def sampler(rng):
+        while True:
+            yield partial(row, int(rng.integers(1000)))
+
+    with SamplerPool(caches, sampler, **OPTIONS, segments=4) as pool:
+        pool.wait(timeout=LONG_SECONDS)
+        stats = pool.stats()
+    assert stats.usual_read_seconds > 0
+    assert stats.fetched_bytes > 0
+    assert "99 % in" in str(stats)
 
 
 def test_items_are_divided_by_the_caches_that_are_there(cluster, tmp_path):

@@ -18,6 +18,7 @@ from helpers import sample as row
 from pool_tasks import expected, tasks
 
 import arrowcache as ac
+from arrowcache import explore
 
 
 def reader(
@@ -130,6 +131,73 @@ def test_a_stop_waits_for_no_read_and_closes_both_samplers_of_a_worker(tmp_path,
         gate.touch()
     else:
         assert not [pid for pid in pids(folder) if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_no_read_that_was_begun_twice(tmp_path, folder):
+    def read(key: int, number: int) -> dict:
+        while number == 12:
+            Path(folder, f"{threading.get_ident()}.{os.getpid()}").touch()
+            time.sleep(0.005)
+        return row(key)
+
+    def sampler(rng):
+        for number in itertools.count():
+            yield partial(read, int(rng.integers(1 << 20)), number)
+
+    sampler.hedge, sampler.ramp = True, False
+    cache = make_cache(tmp_path / "cache")
+    pool = ac.SamplerPool(cache, sampler, 1, reads=8, progress=False)
+    wait_until(lambda: len(begun(folder)) == 2, "both")
+    (pid,) = pids(folder)
+    pool.stop()
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not tasks(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", "threads", "processes"])
+def test_a_pool_and_a_monitor_say_what_reads_took_and_brought(tmp_path, folder, kind):
+    gate = tmp_path / "gate"
+
+    def read(key: int, number: int) -> dict:
+        while not os.path.exists(gate):
+            time.sleep(0.005)
+        if number == 3:
+            raise_once(folder / "failed")
+        while number == 12 and len(begun(folder)) < 2:  # until it is begun again
+            Path(folder, f"{threading.get_ident()}").touch()
+            time.sleep(0.005)
+        return row(key)
+
+    def raise_once(path: Path) -> None:
+        if not path.exists():
+            path.touch()
+            raise ConnectionResetError("reset")
+
+    def sampler(rng):
+        for number in itertools.count():
+            yield partial(read, int(rng.integers(1 << 20)), number)
+
+    sampler.hedge, sampler.ramp = True, False
+    cache, executor = make_cache(tmp_path / "cache"), executors(kind)
+    options = {"workers": 1, "segments": 1, "reads": 4, "progress": False, "executor": executor}
+    with ac.SamplerPool(cache, sampler, **options) as pool:
+        wait_until(lambda: pool.stats().reads_at_work == 4, "the reads")
+        (seen,) = explore.observe(cache).samplers
+        assert seen.reads.at_work == 4
+        assert "4 at work" in str(pool.stats())
+        gate.touch()
+        pool.wait(timeout=DEADLINE_SECONDS)
+        stats = pool.stats()
+    assert 0 < stats.usual_read_seconds <= stats.slow_read_seconds < DEADLINE_SECONDS
+    assert (stats.read_retries, stats.hedges, stats.reads_at_work) == (1, 1, 0)
+    assert stats.fetched_bytes >= 16 * row(0)["image"].nbytes
+    assert 0 < stats.reading_seconds < stats.drawing_seconds
+    assert stats.cpu_seconds > 0
+    assert "1 retry, 1 hedge" in str(stats)
+    if executor is not None:
+        executor.shutdown()
 
 
 @pytest.mark.slow

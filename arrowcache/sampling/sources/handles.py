@@ -9,23 +9,59 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from arrowcache.lifetimes import call_all, forgets_in_child
+from arrowcache.sampling.reads import is_hedge
 
 
 class _Closable(Protocol):
     def close(self) -> None: ...
 
 
+M = TypeVar("M")
 T = TypeVar("T", bound=_Closable)
 
 
-class _Kept(Generic[T]):
-    """A thing, and the number of threads that use it. The last of them closes it, once it was given up."""
-
-    __slots__ = ("is_given_up", "making", "thing", "users")
+class Once(Generic[M]):
+    """A thing that several reads need: the first to ask makes it, and others wait, but for hedges."""
 
     def __init__(self) -> None:
-        self.thing: T | None = None
-        self.users, self.is_given_up, self.making = 0, False, threading.Lock()
+        self.thing: M | None = None
+        self._changed, self._makers = threading.Condition(), 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a thread makes it."""
+        return self._makers > 0
+
+    def get(self, make: Callable[[], M], keeps: Callable[[M], bool] = lambda _: True) -> M:
+        """Return the thing, made if there is none. Blocks: while another thread makes it. Raises: as `make`.
+
+        Args:
+            keeps: False: it is not kept, and whoever waits makes it anew.
+        """
+        with self._changed:
+            while self.thing is None and self._makers and not is_hedge():
+                self._changed.wait()
+            if self.thing is not None:
+                return self.thing
+            self._makers += 1
+        made: M | None = None
+        try:
+            made = make()
+            return made
+        finally:
+            with self._changed:
+                self._makers -= 1
+                if self.thing is None and made is not None and keeps(made):
+                    self.thing = made
+                self._changed.notify_all()
+
+
+class _Kept(Once[T]):
+    """A thing, and the number of threads that use it. The last of them closes it, once it was given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.is_given_up = 0, False
 
 
 class Handles(Generic[T]):
@@ -54,13 +90,12 @@ class Handles(Generic[T]):
 
         Blocks: while another thread makes it.
         """
+        used: T | None = None
         kept, unused = self._taken(key)
         try:
             call_all(thing.close for thing in unused)
-            with kept.making:
-                if kept.thing is None:
-                    kept.thing = make()
-            yield kept.thing
+            used = kept.get(make)
+            yield used
         except BaseException:
             with self._lock:
                 if self._things.get(key) is kept:
@@ -71,6 +106,8 @@ class Handles(Generic[T]):
             with self._lock:
                 kept.users -= 1
                 is_last = kept.is_given_up and not kept.users
+            if used is not None and used is not kept.thing:  # another was made first
+                used.close()
             if is_last and kept.thing is not None:
                 kept.thing.close()
 

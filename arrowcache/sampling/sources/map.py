@@ -14,7 +14,7 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
-from arrowcache.sampling.reads import Read, Sampler, is_read, made_or_fault, single, values_of
+from arrowcache.sampling.reads import Read, Sampler, hedge_of, is_read, made_or_fault, single, values_of
 from arrowcache.sampling.retries import settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
@@ -72,6 +72,10 @@ class Map(Source):
     @property
     def plan_reads(self) -> Callable[[np.random.Generator, int], Iterator[Read]] | None:  # type: ignore[override]  # never set here
         return None if getattr(self._source, "plan_reads", None) is None else self._planned
+
+    @property
+    def hedge(self) -> bool:  # type: ignore[override]  # never set here
+        return hedge_of(self._source)
 
     @property
     def plans_exactly(self) -> bool:  # type: ignore[override]  # never set here

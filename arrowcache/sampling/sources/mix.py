@@ -12,7 +12,15 @@ from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
 from arrowcache.lifetimes import call_all
 from arrowcache.sampling.options import require_policy
-from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Fault, Read, Sampler, single, yielded_nothing
+from arrowcache.sampling.reads import (
+    MOST_EMPTY_CALLS,
+    Fault,
+    Read,
+    Sampler,
+    hedge_of,
+    single,
+    yielded_nothing,
+)
 from arrowcache.sampling.sources.choice import Choice, parse_weights
 from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
 
@@ -100,6 +108,10 @@ class Mix(Source):
         for source, share in zip(self._sources, shares.tolist(), strict=True):
             if share:
                 yield from source.plan_reads(rng, share)  # type: ignore[attr-defined]  # one that plans
+
+    @property
+    def hedge(self) -> bool:  # type: ignore[override]  # never set here
+        return all(map(hedge_of, self._sources))
 
     def close(self) -> None:
         for source in self._sources:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,11 +30,12 @@ from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
 from arrowcache.pickling import pickled
+from arrowcache.sampling.counts import tally
 from arrowcache.sampling.reads import Read
 from arrowcache.sampling.retries import Retries, settled
 from arrowcache.sampling.rows import Rows
 from arrowcache.sampling.sources.choice import Choice
-from arrowcache.sampling.sources.handles import Handles
+from arrowcache.sampling.sources.handles import Handles, Once
 from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, at_once, locate
 from arrowcache.sampling.sources.source import Source, of_task, shuffle_of
 from arrowcache.units import format_count, parse_count
@@ -75,29 +75,23 @@ class _Empty:
     count = 0
 
 
-class _Once:
-    """Rows drawn from a row group, for reads of pieces of them: the first one reads it, the others wait.
+class _Group:
+    """Rows drawn from a row group, for reads of pieces of them, by the first row of each.
 
     So of large row groups fewer are read at a time.
     """
 
-    def __init__(self, draw: Callable[[], _Drawn]) -> None:
-        self._draw, self._lock = draw, threading.Lock()
-        self._drawn: _Drawn | None = None
-        self.users = 0
+    def __init__(self, draw: Callable[[], _Drawn], pieces: Iterable[int]) -> None:
+        self._draw, self._pieces, self._once = draw, set(pieces), Once[_Drawn]()
 
     def get(self) -> _Drawn:
-        with self._lock:
-            if self._drawn is None:
-                self._drawn = self._draw()
-            return self._drawn
+        return self._once.get(self._draw, lambda _: bool(self._pieces))
 
-    def leave(self) -> None:
-        """Note that a read is done; after the last one nothing is kept."""
-        with self._lock:
-            self.users -= 1
-            if not self.users:
-                self._drawn = None
+    def leave(self, piece: int) -> None:
+        """Note that a read is done; after the last one nothing is kept. Idempotent."""
+        self._pieces.discard(piece)
+        if not self._pieces:
+            self._once.thing = None
 
 
 class ParquetRows(Source):
@@ -134,6 +128,8 @@ class ParquetRows(Source):
     Numbers, bool, text, bytes, timestamps and dates become scalars, lists of a fixed size tensors, other
     lists ragged. Names of a partitioned folder's parts are not columns.
     """
+
+    hedge = True
 
     _shares: list[list[_RowGroup]] | None = None  # of the tasks of a pass, in the order of its places
     _starts: NDArray[np.int64] | None = None
@@ -260,10 +256,11 @@ class ParquetRows(Source):
                 taken = min(taken, rows)
                 rows -= taken
             # A number, and no generator of its own: what is tried again draws the same.
-            once = _Once(partial(self._drawn_anew, int(rng.integers(1 << 63)), group, taken, empty))
+            draw = partial(self._drawn_anew, int(rng.integers(1 << 63)), group, taken, empty)
             most = max(1, _READ_BYTES // max(1, group.nbytes // group.rows))
-            once.users = -(-taken // most)
-            for first in range(0, taken, most):
+            firsts = range(0, taken, most)
+            once = _Group(draw, firsts)
+            for first in firsts:
                 yield partial(self._read_piece, once, group, first, first + most)
             if not rows:
                 return
@@ -306,6 +303,7 @@ class ParquetRows(Source):
     def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
         """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
         table = self._read(group)
+        tally.fetched_bytes += group.nbytes * group.parts
         empty.count = empty.count + 1 if table.num_rows == 0 else 0
         if empty.count >= _MOST_EMPTY and not self.is_divided:
             raise settled(
@@ -321,9 +319,9 @@ class ParquetRows(Source):
     def _drawn_anew(self, seed: int, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
         return self._drawn(np.random.default_rng(seed), group, taken, empty)
 
-    def _read_piece(self, once: _Once, group: _RowGroup, first: int, last: int) -> Rows:
+    def _read_piece(self, once: _Group, group: _RowGroup, first: int, last: int) -> Rows:
         rows = self._piece(group, once.get(), first, last)
-        once.leave()
+        once.leave(first)
         return rows
 
     def _piece(self, group: _RowGroup, drawn: _Drawn, first: int, last: int) -> Rows:

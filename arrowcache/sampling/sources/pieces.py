@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.sampling.counts import tally
+from arrowcache.sampling.sources.handles import Once
+
 Places = NDArray[np.int64]  # (windows, axes): where each begins
 
 _GAP_BYTES = 64 << 10  # between windows, that are fetched with them: a request more takes longer
@@ -136,52 +139,45 @@ def uses(layout: Layout, window: Window, starts: Places, groups: NDArray[np.int6
 
 
 class Pieces:
-    """The pieces of an array that several groups of a plan need: the first to ask fetches, others wait."""
+    """The pieces of an array that several groups of a plan need."""
 
     def __init__(self, uses: dict[int, int]) -> None:
         self._uses, self._nbytes = uses, 0
-        self._kept: dict[int, _Piece] = {}
+        self._kept: dict[int, Once[NDArray[Any]]] = {}
+        self._left: set[int] = set()  # groups
         self._lock = threading.Lock()
 
     def get(self, number: int, fetch: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return the cells of a piece. Blocks: while another thread fetches it. Raises: as `fetch`."""
         with self._lock:
-            piece = self._kept.setdefault(number, _Piece()) if number in self._uses else None
-        if piece is None:
-            return fetch()
-        with piece.lock:
-            if piece.cells is not None:
-                return piece.cells
-            cells = fetch()
+            piece = self._kept.setdefault(number, Once()) if number in self._uses else None
+
+        def keeps(cells: NDArray[Any]) -> bool:
             with self._lock:
-                if number in self._kept and self._nbytes + cells.nbytes <= _KEPT_BYTES:
-                    piece.cells = cells
-                    self._nbytes += cells.nbytes
-            return cells
+                is_kept = number in self._kept and self._nbytes + cells.nbytes <= _KEPT_BYTES
+                self._nbytes += cells.nbytes * is_kept
+            return is_kept
+
+        return fetch() if piece is None else piece.get(fetch, keeps)
 
     def is_busy(self, number: int) -> bool:
         """True if another thread fetches a piece."""
         piece = self._kept.get(number)
-        return piece is not None and piece.lock.locked()
+        return piece is not None and piece.is_busy
 
-    def leave(self, numbers: set[int]) -> None:
-        """Note that one group less needs these pieces; those that none needs are forgotten."""
+    def leave(self, numbers: set[int], group: int) -> None:
+        """Note that a group needs these pieces no more; those that none needs are forgotten. Idempotent."""
         with self._lock:
+            if group in self._left:
+                return
+            self._left.add(group)
             for number in numbers & self._uses.keys():
                 self._uses[number] -= 1
                 if not self._uses[number]:
                     del self._uses[number]
                     piece = self._kept.pop(number, None)
-                    if piece is not None and piece.cells is not None:
-                        self._nbytes -= piece.cells.nbytes
-
-
-class _Piece:
-    __slots__ = ("cells", "lock")
-
-    def __init__(self) -> None:
-        self.cells: NDArray[Any] | None = None
-        self.lock = threading.Lock()
+                    if piece is not None and piece.thing is not None:
+                        self._nbytes -= piece.thing.nbytes
 
 
 def from_bytes(
@@ -201,12 +197,14 @@ def from_bytes(
     nbytes = extent(window, layout.strides, itemsize)
     if len(starts) == 1:
         data = read(int(offsets[0]), nbytes)
+        tally.fetched_bytes += len(data)
         cells[0] = np.ndarray(shape, layout.dtype, data, strides=layout.strides)
         return cells
     order = np.argsort(offsets, kind="stable")
     for rows in np.split(order, np.flatnonzero(_ranges(offsets[order], nbytes))[1:]):
         first, last = int(offsets[rows[0]]), int(offsets[rows[-1]])
         data = read(first, last - first + nbytes)
+        tally.fetched_bytes += len(data)
         count = (last - first) // itemsize + 1
         every: NDArray[Any] = np.ndarray(
             (count, *shape), layout.dtype, data, strides=(itemsize, *layout.strides)
@@ -242,7 +240,9 @@ def from_pieces(
             needed[number] = place
 
     def fetch(place: tuple[int, ...]) -> NDArray[Any]:
-        return read([*_piece(layout, place), *window.rest])
+        cells = read([*_piece(layout, place), *window.rest])
+        tally.fetched_bytes += cells.nbytes
+        return cells
 
     found: dict[tuple[int, ...], NDArray[Any]] = {}
     waiting = list(needed.items())

@@ -58,6 +58,10 @@ class Source(Closable, ABC):
     plans_exactly: bool = True
     """False: a plan does not know how many rows its reads will give, and goes on without end."""
 
+    hedge: bool = False
+    """True: a read that takes unusually long is begun again in another thread, and the first success counts.
+    So reads must be pure: they change nothing but what they return."""
+
     @abstractmethod
     def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
         """Draw samples, without end."""

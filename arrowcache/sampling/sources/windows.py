@@ -94,6 +94,8 @@ class ArrayWindows(Source):
     neighbours in the array. A Loader's shuffle mixes them.
     """
 
+    hedge = True
+
     def __init__(
         self,
         arrays: Arrays | Sequence[Arrays],
@@ -220,17 +222,17 @@ class ArrayWindows(Source):
             if layout.chunks is not None
         }
         bounds = itertools.pairwise([*np.flatnonzero(begins).tolist(), len(starts)])
-        reads = [partial(self._read, number, starts[first:last], pieces) for first, last in bounds]
+        reads = [partial(self._read, number, starts[first:last], pieces, first) for first, last in bounds]
         return reads[: groups[pivot]], reads[groups[pivot] :]
 
-    def _read(self, number: int, starts: Places, pieces: Mapping[str, Pieces]) -> Rows:
+    def _read(self, number: int, starts: Places, pieces: Mapping[str, Pieces], group: int) -> Rows:
         recording = self._recordings[number]
         rows, needed = Rows(), {}
         for field, address in recording.addresses.items():
             with self._opened(address) as array:
                 rows[field], needed[field] = array.cut(recording.windows[field], starts, pieces.get(field))
         for field, of_field in pieces.items():  # not before all of it is read: it may be tried again
-            of_field.leave(needed[field])
+            of_field.leave(needed[field], group)
         if self._with_position:
             rows["recording"], rows["position"] = np.full(len(starts), number, np.int64), starts
         return rows

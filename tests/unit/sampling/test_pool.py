@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import dataclasses
 import importlib
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -933,8 +935,8 @@ class Engine:
         begun, self.begun = self.begun, []
         return [(task, Done(task.number, 1, 1)) for task in begun]
 
-    def drawn_rows(self) -> int:
-        return 0
+    def at_work(self) -> tuple[int, int]:
+        return 0, 0
 
     def end(self) -> list[Done]:
         self.ends += 1
@@ -1245,6 +1247,25 @@ def test_pools_of_several_processes_share_their_numbers(cache):
         one.result(60)
         two.result(60)
     assert tasks(cache) == {number: expected(number) for number in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("counts", "advice"),
+    [
+        ({"reading_seconds": 80.0, "cpu_seconds": 20.0}, "the store is the limit: more `reads`"),
+        ({"reading_seconds": 80.0, "cpu_seconds": 90.0}, "the processor is the limit: more workers"),
+        ({"fetched_bytes": 49 << 20}, "small windows, 4.9 bytes .*: `windows_per_chunk`"),
+        ({"reading_seconds": 80.0, "fetched_bytes": 49 << 20}, "the store .*; small windows"),
+        ({"reading_seconds": 80.0, "waiting_seconds": 200.0}, "$"),
+        ({"reading_seconds": 40.0, "cpu_seconds": 40.0, "fetched_bytes": 12 << 20}, "$"),
+        ({"reading_seconds": 0.5, "drawing_seconds": 0.6}, "$"),
+    ],
+)
+def test_a_pool_says_what_would_make_it_faster(counts, advice):
+    base = ac.PoolStats(3, 48, 10 << 20, 50.0, 0.0, 0, 0, drawing_seconds=100.0)
+    stats = dataclasses.replace(base, **counts)
+    assert re.match(advice, stats.advice)
+    assert ("advice" in str(stats)) == bool(stats.advice)
 
 
 @pytest.mark.slow

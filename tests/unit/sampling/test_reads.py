@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -450,3 +451,110 @@ def test_map_and_mix_of_reads_are_those_of_samples(read):
 def test_a_function_that_binds_late_is_refused_within_a_source_too(around):
     with pytest.raises(SamplerError, match="the sampler has gone on by then"):
         ids_of(around(a_lambda))
+
+
+class Late:
+    """A sampler whose reads are begun again where they are late; the calls of each key are counted."""
+
+    schema, hedge = SCHEMA, True
+
+    def __init__(self, one: Callable[[int, int], Any]) -> None:
+        self.one, self.calls, self.lock = one, Counter[int](), threading.Lock()
+
+    def read(self, key: int) -> dict[str, Any]:
+        with self.lock:
+            self.calls[key] += 1
+            call = self.calls[key]
+        self.one(key, call)
+        return row(key)
+
+    def __call__(self, rng):
+        for key in range(1 << 30):
+            yield partial(self.read, key)
+
+
+@pytest.mark.parametrize("around", [lambda own: own, lambda own: Map(own, dict), lambda own: Mix([(own, 1)])])
+def test_a_late_read_is_begun_again_and_the_first_success_is_taken(around, monkeypatch):
+    limit(monkeypatch, late_read_seconds=0.01)
+    gate, threads = threading.Event(), Threads(4, Retries(0))
+    sampler = Late(lambda key, call: (key, call) == (20, 1) and gate.wait(60))
+    assert ids_of(around(sampler), rows=ROWS, threads=threads) == list(range(ROWS))
+    assert sampler.calls[20] == 2
+    assert threads.are_reading, "the first one is at work, in one of the four threads"
+    assert ids_of(around(sampler), rows=10, threads=threads) == list(range(10))
+    gate.set()
+    wait_until(lambda: not threads.are_reading, "the first one")
+    assert held_bytes() == 0
+
+
+@pytest.mark.parametrize("reads", [1, 8, 64])
+def test_rows_are_the_same_whatever_is_begun_again_at_most_a_tenth(reads, monkeypatch):
+    limit(monkeypatch, late_read_seconds=0.0)
+    chance = random.Random(0)
+    sampler = Late(lambda key, call: time.sleep(chance.choice([0.0] * 9 + [0.02])))
+    for _ in range(3):
+        assert ids_of(sampler, reads, rows=200) == list(range(200))
+    assert sampler.calls.total() - 600 <= sampler.calls.total() / 10
+    wait_until(lambda: held_bytes() == 0, "the losers")
+
+
+def test_without_the_attribute_no_read_is_begun_again(monkeypatch):
+    limit(monkeypatch, late_read_seconds=0.0)
+    gate, looks = threading.Event(), []
+    sampler = Late(lambda key, call: key == 20 and gate.wait(60))
+    sampler.hedge = False
+
+    def look() -> None:
+        looks.append(sampler.calls.total())
+        if looks[-5:] == [ROWS] * 5:
+            gate.set()
+
+    into = builder()
+    fill(sampler, task(), into, look)
+    assert set(sampler.calls.values()) == {1}
+
+
+def test_an_error_counts_only_if_both_fail(monkeypatch):
+    limit(monkeypatch, late_read_seconds=0.01)
+    begun, failed = threading.Event(), threading.Event()
+
+    def first_fails(key: int, call: int) -> None:
+        if key == 20 and call == 1:
+            begun.wait(60)
+            failed.set()
+            raise ZeroDivisionError("the first")
+        if key == 20:
+            begun.set()
+            failed.wait(60)
+
+    assert ids_of(Late(first_fails)) == list(range(ROWS))
+    both = threading.Barrier(2)
+
+    def both_fail(key: int, call: int) -> None:
+        if key == 20 and call <= 2:
+            both.wait(60)
+            raise OSError(f"call {call}")
+
+    with pytest.raises(OSError, match=r"call [12]"):
+        ids_of(Late(both_fail))
+    sampler = Late(both_fail)
+    assert ids_of(sampler, threads=Threads(4, Retries(1, 0.0))) == list(range(ROWS))
+    assert sampler.calls[20] in (3, 4), "each is tried again"
+    wait_until(lambda: held_bytes() == 0, "the losers")
+
+
+def test_what_is_begun_again_for_a_task_that_ends_ends_alone(monkeypatch):
+    limit(monkeypatch, late_read_seconds=0.01)
+    gate, threads = threading.Event(), Threads(4, Retries(0))
+    sampler = Late(lambda key, call: key == 20 and gate.wait(60))
+
+    def look() -> None:
+        if sampler.calls[20] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(sampler, task(), builder(), look, threads)
+    gate.set()
+    wait_until(lambda: not threads.are_reading, "the reads")
+    assert sampler.calls[20] == 2
+    assert held_bytes() == 0

@@ -16,14 +16,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from drawing import fill, planned, require_pure, take
-from helpers import in_child
+from helpers import in_child, limit
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.sampling.options import fitted
-from arrowcache.sampling.reads import Threads
+from arrowcache.sampling.reads import Threads, is_hedge
 from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows
 from arrowcache.sampling.task import Task
@@ -89,6 +89,38 @@ def digest(source: Any, reads: int, number: int = 3, rows: int = 200) -> bytes:
     fill(fitted(source, builder.form), task, builder, threads=Threads(reads, AT_ONCE))
     assert builder.rows == rows or source.schema.variable or source.is_divided
     return b"".join(builder.encode().pieces)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_late(monkeypatch):
+    """On a busy machine a read may be late, and its piece fetched twice."""
+    limit(monkeypatch, late_read_seconds=1e9)
+
+
+class Gated(Counted):
+    """A fetch of a read waits until that read was begun again."""
+
+    armed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def stop(self) -> None:
+        with self.lock:
+            is_first, self.armed = self.armed, False
+        if is_first:
+            assert self.gate.wait(60)
+        elif is_hedge():
+            self.gate.set()
+
+    def cat_file(self, path, start=None, end=None, **options):
+        self.stop()
+        return super().cat_file(path, start, end, **options)
+
+    def open(self, path, mode="rb", **options):
+        self.stop()
+        return super().open(path, mode, **options)
 
 
 # -- windows -----------------------------------------------------------------------------------------
@@ -633,3 +665,39 @@ def test_a_pool_publishes_planned_windows(tmp_path, kind):
             rows = snapshot.gather(np.arange(len(snapshot)))
     for (x, y), data in zip(rows["position"].tolist(), rows["data"], strict=True):
         assert np.array_equal(data, array[x : x + 6, y : y + 5])
+
+
+@pytest.mark.parametrize("kind", ["zarr", "parquet"])
+def test_a_plans_late_read_is_begun_again_though_others_wait_for_its_piece(tmp_path, monkeypatch, kind):
+    store = Gated()
+    if kind == "zarr":
+        uri = stored(tmp_path, "zarr", volume(), (4, 4, 5))
+        source: Any = ArrayWindows([uri], (3, 3), filesystem=store, with_position=True)
+    else:
+        for number in range(24):
+            part = pa.table({"x": np.arange(10) + 10 * number})
+            pq.write_table(part, tmp_path / f"{number:02d}.parquet")
+        source = ParquetRows(str(tmp_path), filesystem=store)
+    expected = digest(source, 16)
+    limit(monkeypatch, late_read_seconds=0.01)
+    for _ in range(3):
+        store.armed = True
+        source.close()
+        assert digest(source, 16) == expected
+        assert store.gate.is_set()
+        assert not store.armed
+        store.gate.clear()
+
+
+@pytest.mark.parametrize("kind", ["npy", "zarr", "parquet"])
+def test_a_plan_tells_how_many_bytes_it_fetched(tmp_path, kind):
+    if kind == "parquet":
+        pq.write_table(pa.table({"x": np.arange(4000.0)}), tmp_path / "x.parquet", row_group_size=1000)
+        source: Any = ParquetRows(tmp_path / "x.parquet", rows_per_group=10)
+    else:
+        source = ArrayWindows(stored(tmp_path, kind, np.arange(4000.0), (1000,)), (5,))
+    threads = Threads(4, AT_ONCE)
+    into = SegmentBuilder(Form(source.schema, 40, 1 << 20))
+    fill(source, Task("", b"", "default.0", 0, 0, token=0, ramp=False, reads=4), into, threads=threads)
+    fetched = threads.counts.copy()["fetched_bytes"]
+    assert (8 * 1000 if kind != "npy" else 8 * 5) < fetched <= 8 * 4000 * 1.2

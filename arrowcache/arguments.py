@@ -54,7 +54,9 @@ OF_DATALOADER = {
     **instead("in_order", "deterministic", say="batches come in the order of seed=, always, so leave it out"),
     **instead("reshuffle_each_iteration", say="each `for` has another order, so leave it out"),
     **instead("repeat", "epochs", "num_epochs", say="each `for` is an epoch; repeat() has no end"),
-    **instead("replacement", say="weights= draws rows with replacement; without it each comes once"),
+    **instead(
+        "replacement", "replace", say="weights= draws rows with replacement; without it each comes once"
+    ),
 }
 """Answers of loaders to arguments of DataLoader, and of others, that they have under no other name."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from arrowcache.arrow.schema import (
     FieldType,
     FixedType,
     Ragged,
+    Schema,
     String,
     Tensor,
     Timestamp,
@@ -43,6 +44,8 @@ def infer_type(name: str, value: object) -> FieldType:
     if isinstance(value, dt.datetime | np.datetime64):
         return Timestamp()
     array, dtype = as_array(name, value)
+    if _are_large_ints(value, array):
+        raise _no_dtype(name, value)
     try:
         return Tensor(dtype, array.shape)
     except ValueError as error:
@@ -63,10 +66,9 @@ def fixed_rows(name: str, kind: FixedType, values: object, rows: int | None) -> 
     if isinstance(kind, Timestamp):
         array = _timestamps(name, values)
     else:
-        array = _exact(name, dtype_of(kind.dtype), values)
+        array = _exact(name, kind, values)
     if array.shape != expected:
-        hint = "" if rows is not None or array.shape[1:] != kind.shape else "; many samples: extend()"
-        raise SchemaError(f"field {name!r}: expected shape {expected}, got {array.shape}{hint}")
+        raise SchemaError(f"field {name!r}: expected shape {expected}, got {array.shape}")
     return array[None] if rows is None else array
 
 
@@ -93,7 +95,7 @@ def variable_row(name: str, kind: VariableType, value: object) -> tuple[memoryvi
         data = memoryview(value)
         data = data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
         return data, data.nbytes
-    array = _exact(name, dtype_of(kind.dtype), value)
+    array = _exact(name, kind, value)
     if array.shape == (0,):  # an empty list has no inner shape of its own
         array = array.reshape(0, *kind.inner_shape)
     if array.ndim == 0 or array.shape[1:] != kind.inner_shape:
@@ -146,6 +148,18 @@ def count_rows(name: str, values: Any) -> int:
         ) from None
 
 
+def are_many(schema: Schema, sample: Mapping[str, Any]) -> bool:
+    """True if a value of a sample has the shape of many, along a leading axis."""
+    for name, kind in schema.fixed.items():
+        try:
+            shape = np.shape(sample.get(name, 0))
+        except (ValueError, TypeError):  # no array
+            continue
+        if len(shape) > len(kind.shape) and shape[1:] == kind.shape:
+            return True
+    return False
+
+
 def is_masked(value: object) -> bool:
     """True if the value is a masked array, or a list that has one. NumPy would drop the mask.
 
@@ -185,6 +199,12 @@ def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     except (ValueError, TypeError, RuntimeError) as error:
         hint = ": give lists of one length, such as by padding" if isinstance(value, list) else ""
         raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}{hint}") from None
+    if _are_large_ints(value, array):
+        try:
+            array = np.asarray(value, object).astype(np.uint64)
+        except OverflowError:  # but floats may do
+            if array.dtype.kind == "O":
+                raise _no_dtype(name, value) from None
     source = _name_of(array.dtype)
     if bits_of(source) is not None:  # ml_dtypes, which TensorFlow and JAX use
         return array.view(dtype_of(source).numpy), source
@@ -193,13 +213,30 @@ def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
     return array, source
 
 
+def _are_large_ints(value: object, array: NDArray[Any]) -> bool:
+    """True if NumPy made floats or objects of a list of ints alone, as it does from 2**63 on."""
+    if not isinstance(value, list | tuple) or array.dtype.kind not in ("f", "O"):
+        return False
+    if array.dtype.kind == "f" and not np.any(array >= 2**63):
+        return False
+    return all(isinstance(each, int) for each in np.asarray(value, object).flat)
+
+
+def _no_dtype(name: str, value: object) -> SchemaError:
+    return SchemaError(
+        f"field {name!r}: {_describe(value)} has ints that no dtype holds: "
+        "give json.dumps(value) in all items"
+    )
+
+
 @cache
 def _name_of(dtype: np.dtype[Any]) -> str:
     """Return a dtype's name, which NumPy makes anew each time, in Python."""
     return dtype.name
 
 
-def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:
+def _exact(name: str, kind: Tensor | Ragged, value: object) -> NDArray[Any]:
+    dtype = dtype_of(kind.dtype)
     array, source = as_array(name, value)
     is_python = isinstance(value, bool | int | float | complex | Sequence)
     if dtype.bits is not None:
@@ -212,9 +249,15 @@ def _exact(name: str, dtype: Dtype, value: object) -> NDArray[Any]:
             cast = _cast_exactly(array, dtype.numpy)
             if cast is not None:
                 return cast
+        if dtype.kind in "biu" and _are_large_ints(value, array):
+            raise _no_dtype(name, value)
         way_out = f"round it yourself with np.asarray(value).astype({dtype.name!r})"
         if array.dtype.kind in "iu" and dtype.kind in "biu":  # which would wrap around
-            way_out = "give the field a dtype that holds all of its values, in the schema"
+            shape = kind.inner_shape if isinstance(kind, Ragged) else kind.shape
+            wider = f"{type(kind).__name__}({source!r}, {shape})"
+            way_out = (
+                f"give the field a type that holds all of its values, such as schema={{{name!r}: {wider}}}"
+            )
         raise SchemaError(
             f"field {name!r}: expected {dtype.name}, and {_shorten(value)} is not exactly one: {way_out}"
         )

@@ -2,7 +2,7 @@
 
     numbers, bool                     Tensor(dtype)
     fixed_size_list<T>, nested        Tensor(dtype, its sizes); arrow.fixed_shape_tensor likewise
-    list<T>, list<fixed_size_list>    Ragged(dtype, inner_shape); a Tensor where a schema says so
+    list<T>, list<fixed_size_list>    Ragged(dtype, inner_shape); a Tensor where a schema says so; list views
     text, bytes, timestamps, dates    String(), Binary(), Timestamp()
 
 A field's metadata says, as in a segment, which type it was; without it the type follows from Arrow's.
@@ -130,7 +130,9 @@ def plain_type(found: pa.DataType) -> pa.DataType:
         return pa.large_utf8()
     if pa.types.is_binary_view(found):
         return pa.large_binary()
-    return found  # lists of views are refused: pyarrow 26 casts them to lists with too few offsets
+    if pa.types.is_list_view(found) or pa.types.is_large_list_view(found):
+        return pa.large_list(found.value_field)
+    return found
 
 
 def _value_type(found: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
@@ -171,7 +173,17 @@ def plain(column: pa.Array) -> pa.Array:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     known = plain_type(column.type)
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        return _list_of_views(column, known)
     return column if known == column.type else column.cast(known)
+
+
+def _list_of_views(column: pa.Array, known: pa.DataType) -> pa.Array:
+    """A column of list views as lists. pyarrow 26 casts it to lists with too few offsets."""
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    ends = np.cumsum([0, *np.where(missing, 0, column.sizes.to_numpy())], dtype=np.int64)
+    mask = pa.array(missing) if missing.any() else None
+    return pa.LargeListArray.from_arrays(pa.array(ends), column.flatten(), type=known, mask=mask)
 
 
 def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:

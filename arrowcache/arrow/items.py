@@ -228,7 +228,8 @@ class ItemForm:
             found = self.leaf(part.name, value)
             if not self.is_like(found, part, value):
                 raise SchemaError(
-                    f"{part.name!r} is {found}, and in the first item {part}: {_way_out(found, part)}"
+                    f"{part.name!r} is {found}, and in the first item {part}: "
+                    f"{self._way_out(found, part, value)}"
                 )
             values[part.name] = value
             return
@@ -256,6 +257,27 @@ class ItemForm:
                     "give all items the same parts"
                 )
 
+    def _way_out(self, found: Leaf, first: Leaf, value: Any) -> str:
+        """Return what to do about a leaf of another form than the first item's."""
+        if found.order != first.order:
+            return "give np.ascontiguousarray(value) or tensor.contiguous() in all items"
+        if not (found.type is list and first.type is list):
+            return "convert it"
+        if (classes := {*found.detail.removeprefix("of ").split(" and ")}) <= {*_NUMBERS.values()}:
+            if len(classes) > 1:
+                return "give numbers of one class"
+            if not isinstance(self.schema[first.name], Ragged):
+                return "convert it"
+            kind = _type_of(first.name, value)
+            assert isinstance(kind, Tensor)
+            wanted = f"Ragged({kind.dtype!r}, {kind.shape[1:]})"
+            return f"convert it, or, where the first one is empty, pass schema={{{first.name!r}: {wanted}}}"
+        if classes <= {*_NUMBERS.values(), "str"} - {
+            "complex"
+        }:  # lists of texts have one length in all items
+            return "give json.dumps(value) in all items"
+        return "give lists of one length in all items, such as by padding"
+
 
 def _reordered(part: Node, value: Any, opened: Opened) -> Sequence[Any]:
     """Return the parts of a value in the order of the first item's. Raises: SchemaError: it has others."""
@@ -272,14 +294,6 @@ def _reordered(part: Node, value: Any, opened: Opened) -> Sequence[Any]:
         )
     named = dict(zip(opened.keys, opened.values, strict=True))
     return [named[key] for key in part.keys]
-
-
-def _way_out(found: Leaf, first: Leaf) -> str:
-    if found.order != first.order:
-        return "give np.ascontiguousarray(value) or tensor.contiguous() in all items"
-    if first.type is list:
-        return "convert it, or, where the first one is empty, name its type in schema"
-    return "convert it"
 
 
 def _nothing_in(root: Part) -> str:

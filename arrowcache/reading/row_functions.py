@@ -86,6 +86,7 @@ class PythonFunction(RowFunction[T]):
 
     Args:
         expected: names of annotations that are only to come.
+        shown: the argument that the function is, for messages.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class PythonFunction(RowFunction[T]):
         function: Callable[[Mapping[str, Any]], object],
         checked: Callable[[Any, SegmentInfo], T],
         expected: Sequence[str] = (),
+        shown: str = "",
     ) -> None:
         super().__init__(annotations, checked)
-        self._function, self._expected = function, expected
+        self._function, self._expected, self._shown = function, expected, shown
         self._read = _ReadColumns()
 
     def ahead(self, snapshot: Snapshot) -> Iterator[None]:
@@ -106,7 +108,12 @@ class PythonFunction(RowFunction[T]):
         for index, segment in enumerate(snapshot.segments):
             if segment.seq not in self._found:
                 columns = RowColumns(snapshot, index, values, self._read)
-                result = self._function(columns)
+                try:
+                    result = self._function(columns)
+                except StopIteration as error:
+                    raise RuntimeError(
+                        f"the function of {self._shown} raised StopIteration, which would end the epoch"
+                    ) from error
                 self._found[segment.seq] = self._checked(result, segment)
                 self.reads_notes = bool(self.reads_notes) or columns.reads_notes
                 yield

@@ -76,7 +76,7 @@ class Selection:
                 self._annotations, schema, used, function, _without_nulls, f"rows={shown(rows)}"
             )
         elif callable(rows):
-            self.function = PythonFunction(self._annotations, rows, _checked, expect)
+            self.function = PythonFunction(self._annotations, rows, _checked, expect, "rows=")
 
     def of(self, snapshot: Snapshot) -> Bitmaps:
         """Return the selection of a snapshot, all of whose segments are mapped.

@@ -69,7 +69,7 @@ class Weighing:
                 self._annotations, schema, used, function, _nulls_as_nan, f"weights={shown(weights)}"
             )
         elif callable(weights):
-            self.function = PythonFunction(self._annotations, weights, _floats, expect)
+            self.function = PythonFunction(self._annotations, weights, _floats, expect, "weights=")
         elif weights in schema:
             self.function = StoredFunction(self._annotations, schema, [weights], itemgetter(weights), _floats)
         else:

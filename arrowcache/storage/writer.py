@@ -23,7 +23,8 @@ from arrowcache.arrow.builder import (
     ConvertedRows,
     SegmentBuilder,
 )
-from arrowcache.errors import ArrowCacheError, CacheFullError, warn
+from arrowcache.arrow.convert import are_many
+from arrowcache.errors import ArrowCacheError, CacheFullError, SchemaError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.os_errors import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
@@ -154,7 +155,12 @@ class Writer:
         self._origin.require("the writer", "make a new one here")
         with self._lock:
             self._require_open()
-            rows = self._builder.convert(sample, many=many)
+            try:
+                rows = self._builder.convert(sample, many=many)
+            except SchemaError as error:
+                if many or not are_many(self._store.settings.schema, sample):
+                    raise
+                raise SchemaError(f"{error}; many samples: extend()") from None
             self._start_flusher()  # before a sample is taken: it may fail
             taken = 0
             try:

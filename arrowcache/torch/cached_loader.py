@@ -59,6 +59,10 @@ _INSTEAD = {
     ),
     "columns": "give columns= to cached(), which then stores no others",
     "transform": "give transform= to cached(), which calls it with each item, or collate_fn= here",
+    **{
+        name: f"give {name}= to cached()" for name in ("on_error", "version", "replace", "schema", "capacity")
+    },
+    **instead("replacement", say="an epoch is each item once; for draws give DataLoader(train, sampler=...)"),
     "worker_type": "its workers are processes, as those of a DataLoader: leave it out",
     "where": "take a Subset of the dataset before cached()",
     "with_ids": "have the dataset give each item's number",

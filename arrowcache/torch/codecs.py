@@ -30,10 +30,11 @@ import warnings
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_origin
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from arrowcache.arrow.items import (
     ALONE,
@@ -104,6 +105,9 @@ class ExactForm(ItemForm):
 
     def leaf(self, name: str, value: Any) -> Leaf:
         require_something(name, value)
+        kind = type(value)
+        if kind is not list and _codec_of(kind) is not None:  # type: ignore[arg-type]  # it has parts
+            return Leaf(name or ALONE, kind)
         return leaf_of(name or ALONE, value)
 
     def is_like(self, found: Leaf, first: Leaf, value: Any) -> bool:
@@ -370,6 +374,7 @@ def _exact(value: Any) -> Any:
 # objects
 
 _ITSELF = "itself as its attributes"
+_CLASS = "__orig_class__"  # where typing notes the parameters of a generic class
 
 
 def _object_of(kind: type) -> _Object | None:
@@ -433,11 +438,15 @@ class _Object:
         attributes = self._attributes(value)
         if attributes is value:  # it has itself for its __dict__
             attributes, rest = {}, (_ITSELF,)
+        elif get_origin(attributes.get(_CLASS)) is self._kind:  # of Kind[int](...)
+            rest = (attributes.pop(_CLASS),)
         if self._is_dataclass:
             self._require_here(name, value, attributes)
             own = {field: attributes.pop(field) for field in self._fields if field in attributes}
             named = own | attributes
-            return contents(self._kind, named, named.values(), may_lack=True)._replace(own=len(own))
+            return contents(self._kind, named, named.values(), may_lack=True, rest=rest)._replace(
+                own=len(own)
+            )
         if self._is_user_dict:
             held = attributes.pop("data", None)
             if type(held) is not dict:
@@ -445,6 +454,8 @@ class _Object:
             own = held
         elif base is tuple:
             own = dict(zip(value._fields, tuple.__iter__(value), strict=True))
+            if self._kind is PackedSequence and value.sorted_indices is None:
+                raise refusal(name, "a PackedSequence without sorted_indices", "pad_packed_sequence(value)")
         else:
             own = dict(base.items(value))
             if base is defaultdict:
@@ -530,6 +541,8 @@ class _Object:
         for each in node.rest:
             if isinstance(each, _Factory):
                 vars(defaultdict)["default_factory"].__set__(made, each.function)
+            elif get_origin(each) is kind:
+                attributes[_CLASS] = each
         for name in self._slots.keys() & attributes.keys():
             self._slots[name].__set__(made, attributes.pop(name))
         if _ITSELF in node.rest:

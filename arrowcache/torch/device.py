@@ -37,6 +37,7 @@ _MOST_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
 _CLOSING = "the prefetcher was closed"
 _FORKED = "this prefetcher", "make a new one here"
+_FORKED_EPOCH = "this epoch", "iterate anew here"
 
 _open: weakref.WeakSet[DevicePrefetcher] = weakref.WeakSet()
 
@@ -134,14 +135,16 @@ class DevicePrefetcher(Closable):
         """
         self._begin()
         iterator = iter(self._iterable)
-        return self.over(_Iterator(iterator, is_ours=iterator is not self._iterable))
+        return self._over(_Iterator(iterator, is_ours=iterator is not self._iterable), _FORKED)
 
     def over(self, source: BatchSource) -> Iteration:
-        """Iterate over a source, in the same memory. Raises: as `iter`."""
+        """Iterate over an epoch of a loader, in the same memory. Raises: as `iter`."""
+        return self._over(source, _FORKED_EPOCH)
+
+    def _over(self, source: BatchSource, forked: tuple[str, str]) -> Iteration:
         self._begin()
-        iteration = Iteration(
-            source, self._lanes, self._alone, self._depth, self._counts, is_split=self._is_split
-        )
+        alone = partial(self._alone, forked)
+        iteration = Iteration(source, self._lanes, alone, self._depth, self._counts, is_split=self._is_split)
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -197,9 +200,13 @@ class DevicePrefetcher(Closable):
         """True if this process was forked from the one that made the lanes."""
         return not self._lanes[0].origin.is_here
 
-    def _alone(self, step: Callable[[], Any]) -> Any:
-        """Call a step that takes a batch, while no other thread takes one."""
-        self._lanes[0].origin.require(*_FORKED)
+    def _alone(self, forked: tuple[str, str], step: Callable[[], Any]) -> Any:
+        """Call a step that takes a batch, while no other thread takes one.
+
+        Args:
+            forked: what a forked child cannot use, and what to do there.
+        """
+        self._lanes[0].origin.require(*forked)
         if not self._lock.take():
             raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
         try:

@@ -242,7 +242,7 @@ def test_a_first_list_that_is_empty_has_the_numbers_that_schema_says(path):
         assert train[1] == [1]
     with (
         cached(Items([], [1]), path / "b", capacity="16MiB") as train,
-        pytest.raises(ac.SchemaError, match="where the first one is empty, name its type in schema"),
+        pytest.raises(ac.SchemaError, match="where the first one is empty, pass schema="),
     ):
         train[1]
 

@@ -12,6 +12,7 @@ import fractions
 import functools
 import io
 import itertools
+import json
 import pathlib
 import pickle
 import random
@@ -22,7 +23,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from datetime import datetime, time, timezone
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ from arrowcache.sampling.sources import Items as Source
 from arrowcache.torch import CachedDataset, Loader, cached
 from arrowcache.torch.codecs import ExactForm
 from arrowcache.torch.collation import columns_of
+
+T = TypeVar("T")
 
 
 def returned(items, path, **options):
@@ -205,6 +208,11 @@ class Frozen:
         object.__setattr__(self, "half", 0.5)
 
 
+@dataclasses.dataclass
+class Of(Generic[T]):
+    x: T
+
+
 @dataclasses.dataclass(slots=True)
 class Slotted:
     x: Any
@@ -272,6 +280,7 @@ AS_MADE = {
     "keys that are attributes": lambda n: Attributes(a=n, t=torch.tensor([n])),
     "keys of numbers": lambda n: {1: n, (2, 3): "a", None: n},
     "a named tuple with an attribute": lambda n: with_attributes(NamedMore(n, "a"), more=torch.tensor([n])),
+    "a generic dataclass": lambda n: [Of[int](n), Of(n), {"x": Of[Of[str]](Of[str](f"{n}"))}],
     "a dataclass with more": lambda n: Sample(torch.arange(3) + n),
     "a frozen dataclass with more": lambda n: Frozen(np.full(2, n)),
     "slots": lambda n: Slotted(torch.tensor([n]), n),
@@ -698,6 +707,16 @@ def fits(item):
     form.require_return(item, again)
 
 
+@pytest.mark.parametrize("lengths", [[2, 1], [3, 3]])
+def test_a_packed_sequence_is_refused_with_a_way_out_that_works(tmp_path, lengths):
+    rnn = torch.nn.utils.rnn
+    value = rnn.pack_padded_sequence(torch.ones(3, 2, 4), lengths)
+    with pytest.raises(ac.SchemaError, match=r"PackedSequence without sorted_indices, .*: give ") as caught:
+        cached(Items({"x": value}), tmp_path / "refused", capacity="16MiB")
+    given = eval(str(caught.value).rsplit("give ", 1)[1], {**vars(rnn), "value": value})
+    assert same(returned([{"x": given}], tmp_path / "cache")[0], {"x": given})
+
+
 def test_a_moment_of_pandas_is_written_in_whole_or_not_at_all():
     pd = pytest.importorskip("pandas", reason="pandas is not installed")
     kind = ac.Timestamp()
@@ -1104,6 +1123,11 @@ C, F = np.ones((3, 4)), np.asfortranarray(np.ones((3, 4)))
         ),
         ({"x": C}, {"x": C.view(Array)}, r"'x' is an Array of float64, .*: give np.asarray"),
         ({"x": C}, {"x": C.tolist()}, "'x' is a list of float, and in the first item a ndarray"),
+        (Of[int](1), Of[bool](1), "the item is an Of of .*Of.bool., and in the first item an Of of .*int.*"),
+        ([1, 2], (1, 2), "'value' is a tuple, and in the first item a list of int: convert it$"),
+        ({"x": 1}, {"x": {"a": 1}}, "'x' is a dict, and in the first item an int: convert it$"),
+        ({"x": [1]}, {"x": [1, 2.0]}, "'x' is a list of float and int, .*: give numbers of one class$"),
+        ({"x": [1]}, {"x": [C]}, "'x' is a list of ndarray, .*: give lists of one length in all items, such"),
         (
             {"x": torch.ones(2)},
             {"x": torch.ones(2, requires_grad=True)},
@@ -1126,6 +1150,64 @@ def test_a_later_item_that_differs_is_refused_by_its_number_and_its_value(tmp_pa
             with pytest.raises(ac.SchemaError, match=f"item 1: .*{says}"):
                 train[1]
         train[0]
+
+
+@pytest.mark.parametrize("items", [([], ["x"]), ([1, 2], ["a"]), ([], [["a"], ["b", 1]])])
+def test_lists_of_texts_and_others_are_stored_as_json(tmp_path, items):
+    with (
+        cached(Items(*items), tmp_path / "refused", capacity="16MiB") as train,
+        pytest.raises(ac.SchemaError, match=r"item 1: .* first item a list of .*: give ") as caught,
+    ):
+        train[1]
+    advice = str(caught.value).rsplit("give ", 1)[1].removesuffix(" in all items")
+    given = [eval(advice, {"value": value, "json": json}) for value in items]
+    assert returned(given, tmp_path / "cache") == given
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ([1, 2**70],), ([1, 2], [2**70, 1]), ([1, 2], [2**63, -1]), ([2**63, -1],), ([[-1], [2**64 - 1]],),
+        ([2**63, 1], [2**64, 1]), ([-(2**63) - 1],),
+    ],
+)  # fmt: skip
+def test_ints_that_no_dtype_holds_are_stored_as_json(tmp_path, items):
+    with pytest.raises(ac.SchemaError, match="has ints that no dtype holds: give ") as caught:
+        returned(items, tmp_path / "refused")
+    advice = str(caught.value).rsplit("give ", 1)[1].removesuffix(" in all items")
+    given = [eval(advice, {"value": value, "json": json}) for value in items]
+    assert [json.loads(each) for each in returned(given, tmp_path / "cache")] == [*items]
+
+
+@pytest.mark.parametrize(
+    ("items", "schema"),
+    [
+        ([[1, 2], [2**63, 1]], {}), ([[1, 2], [2**64 - 1, 2**63 + 1]], {}), ([1, 2**63], {}),
+        ([[1], [2**63, 1]], {"value": ac.Ragged("int64")}),
+        ([[1], [300]], {"value": ac.Tensor("int8", (1,))}),
+    ],
+)  # fmt: skip
+def test_ints_beyond_the_dtype_of_the_first_item_have_a_type_in_the_advice(tmp_path, items, schema):
+    with pytest.raises(ac.SchemaError, match=r"item 1: .* such as schema=") as caught:
+        returned(items, tmp_path / "refused", schema=schema)
+    given = eval(str(caught.value).rsplit("schema=", 1)[1], {"Ragged": ac.Ragged, "Tensor": ac.Tensor})
+    assert returned(items, tmp_path / "cache", schema=given) == items
+
+
+def test_a_first_list_of_ints_beyond_int64_is_of_uint64(tmp_path):
+    items = [[2**63 + 1, 1], [2, 2**64 - 1]]
+    assert returned(items, tmp_path / "cache") == items
+
+
+@pytest.mark.parametrize("later", [[1, 2], [[1, 2], [3, 4]], [2**63, 1], [True]])
+def test_a_first_list_that_is_empty_gets_its_type_from_the_advice(tmp_path, later):
+    with (
+        cached(Items([], later), tmp_path / "refused", capacity="16MiB") as train,
+        pytest.raises(ac.SchemaError, match=r"item 1: .* is empty, pass schema=") as caught,
+    ):
+        train[1]
+    schema = eval(str(caught.value).rsplit("schema=", 1)[1], {"Ragged": ac.Ragged})
+    assert returned([[], later], tmp_path / "cache", schema=schema) == [[], later]
 
 
 def test_keys_and_dimensions_of_length_one_are_in_the_order_of_the_first_item(tmp_path):
@@ -1159,6 +1241,7 @@ def test_a_class_is_that_of_the_dataset_and_not_of_the_disk(tmp_path):
         ),
         ({"y": 0, "x": np.ones((2, 3))}, {"y": 0, "x": np.ones((2, 4))}, "such as by a resize"),
         ({"y": 0, "x": np.ones(3)}, {"y": 0, "x": np.ones((3, 1))}, "such as by a resize"),
+        ([1, 2], [[1, 2]], r"expected shape \(2,\), got \(1, 2\); give all items one shape in the dataset"),
     ],
 )
 def test_the_advice_is_of_the_values_that_do_not_fit(tmp_path, first, other, says):

@@ -710,13 +710,14 @@ def test_a_script_without_a_main_guard_has_workers_where_python_forks_no_more_by
         assert script.end() == (0, "")
 
 
-def test_a_forked_child_iterates_anew(train):
-    loader = Loader(train, 10)
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_forked_child_iterates_anew(train, device):
+    loader = Loader(train, 10, device=device)
     batches = iter(loader)
     next(batches)
 
     def child():
-        with pytest.raises(ValueError, match="iterate anew here"):
+        with pytest.raises(ValueError, match=r"^this epoch belongs to .*: iterate anew here$"):
             next(batches)
         assert sorted(flat(loader)) == [*range(LENGTH)]
 
@@ -824,6 +825,12 @@ def test_a_cache_that_is_gone_leaves_a_slow_loader(path, workers):
             r"Loader of a dataset has no argument .columns.: give columns= to cached\(\)",
         ),
         ({"transform": len}, TypeError, r"give transform= to cached\(\)"),
+        ({"on_error": "skip"}, TypeError, r"give on_error= to cached\(\)"),
+        ({"version": "2"}, TypeError, r"give version= to cached\(\)"),
+        ({"replace": 0.1}, TypeError, r"give replace= to cached\(\)"),
+        ({"schema": {}}, TypeError, r"give schema= to cached\(\)"),
+        ({"capacity": "1MB"}, TypeError, r"give capacity= to cached\(\)"),
+        ({"replacement": True}, TypeError, r"give DataLoader\(train, sampler="),
         ({"epoch_rows": 3}, TypeError, "an epoch is each item once"),
         ({"where": len}, TypeError, "Subset"),
         ({"weights": [1]}, TypeError, "sampler="),

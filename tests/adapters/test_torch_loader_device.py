@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from begun import own_threads
-from helpers import ids_of, limit, wait_until
+from helpers import ids_of, in_child, limit, wait_until
 from quick import first_is_quick
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -133,6 +133,21 @@ def test_repeat_goes_on_without_end(cache):
                 break
         assert loader.stats().epochs == 3
     assert sorted(found) == sorted([*range(160)] * 3)
+
+
+def test_a_forked_child_iterates_anew(cache):
+    with Loader(cache, 8, device="cpu", drop_last=False) as loader:
+        batches = iter(loader)
+        first = len(next(batches)["id"])
+
+        def child():
+            with pytest.raises(ValueError, match=r"^this epoch belongs to .*: iterate anew here$"):
+                next(batches)
+            assert sum(len(batch["id"]) for batch in loader) > first
+
+        with in_child(child):
+            pass
+        assert sum(len(batch["id"]) for batch in batches) > 0
 
 
 def test_a_state_that_is_loaded_ends_an_epoch_with_an_error(cache):

@@ -119,7 +119,7 @@ REFUSED = [
         ("bool", 0.5), ("float32", 0.1), ("float32", 1j), ("float32", 2**24 + 1), ("int64", 1.5),
         ("complex64", 0.1 + 0j))),
     # likewise, where a cast would wrap around
-    *((ac.Tensor(name, np.shape(value)), value, f"expected {name}", "a dtype that holds") for name, value in (
+    *((ac.Tensor(name, np.shape(value)), value, f"expected {name}", "a type that holds") for name, value in (
         ("bool", 2), ("uint8", -1), ("uint8", 256), ("int8", [1, 300]), ("int64", 2**63), ("uint64", -1))),
     *((ac.Tensor("bfloat16", np.shape(value)), value, "expected bfloat16") for value in (
         0.1, 257, 1e300, 1j, np.float32(1.5) * np.ones(1), np.ones(1), np.ones(1, np.int16), [1e300])),
@@ -137,7 +137,7 @@ REFUSED = [
     # a wrong shape
     *((ac.Tensor("float32", (3, 4)), np.zeros(shape, np.float32), "(3, 4)", str(shape)) for shape in (
         (), (3,), (2, 4), (4, 3), (3, 4, 1), (1, 3, 4), (12,))),
-    (ac.Tensor("float32", (3,)), np.zeros((5, 3), np.float32), "extend()"),
+    (ac.Tensor("float32", (3,)), np.zeros((5, 3), np.float32), "(5, 3)"),
     # no moment in microseconds
     *((ac.Timestamp(), value) for value in (
         np.datetime64("2020-01-01", "ns"), np.datetime64(400_000, "Y"), np.array([400_000], "M8[Y]"),

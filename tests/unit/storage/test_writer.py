@@ -89,6 +89,16 @@ def test_a_bad_sample_is_refused_and_nothing_taken_before_is_lost(cache, bad):
     assert published_ids(cache) == list(range(20))
 
 
+def test_a_sample_of_the_shape_of_many_is_refused_with_the_call_that_takes_them(tmp_path):
+    cache = ac.Cache.create(tmp_path / "cache", ac.Schema({"x": ac.Tensor("int64", (2,))}), capacity="1MB")
+    for many in (np.ones((3, 2), np.int64), [[1, 2], [3, 4]]):
+        with cache.writer() as writer:
+            with pytest.raises(ac.SchemaError, match=r"; many samples: extend\(\)$"):
+                writer.append(x=many)
+            writer.extend(x=many)
+            assert writer.rows == len(many)
+
+
 def test_one_bad_sample_of_many_refuses_all_of_them(cache):
     with cache.writer() as writer:
         writer.append(sample(0))

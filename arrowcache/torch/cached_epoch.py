@@ -110,7 +110,8 @@ class CachedEpoch:
     def take(self, timeout_seconds: float | None = None) -> ReadyBatch | None:  # noqa: ARG002
         """Return the next batch, or None at the end, where all that was made is published.
 
-        Raises: what the dataset inside, its transform or the collate function raise. WorkerError.
+        Raises: what the dataset inside, its transform or the collate function raise. WorkerError. Then the
+            makers have ended.
         """
         self.require_own()
         if not self._enter():
@@ -120,6 +121,8 @@ class CachedEpoch:
         except Exception:
             if self.has_ended:  # which may be why: nobody asks for the batch
                 return None
+            if self._makers is not None:
+                self._makers.close()  # now: the error's traceback may keep them until Python looks for cycles
             raise
         finally:
             self._leave()

@@ -155,6 +155,8 @@ def _as_it_is(answer: Any) -> Any:
 class Makers:
     """The worker processes of one loader. They start with its first epoch that needs them, and live on.
 
+    After `close`, as when an epoch has failed, the next epoch starts others.
+
     One thread at a time asks them; any may `stop` or `close` them meanwhile.
 
     Args:

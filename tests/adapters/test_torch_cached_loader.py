@@ -569,6 +569,44 @@ def test_an_error_of_the_dataset_is_the_users_and_ends_the_epoch(path):
                     assert flat(loader) == [*range(50)]
 
 
+@pytest.mark.parametrize("where", ["dataset", "collate_fn", "transform"])
+def test_an_epoch_that_failed_leaves_no_workers_and_what_they_made(path, where):
+    """They lived on with the error's traceback, and the garbage collector waited 5 s for each of them."""
+    flag = path.parent / "no network"
+    flag.touch()
+
+    def fails(numbers):
+        if 33 in numbers and flag.exists():
+            raise LookupError("no network")
+
+    class Fails(Numbers):
+        def __getitem__(self, index):
+            if where == "dataset":
+                fails([index])
+            return super().__getitem__(index)
+
+    def collate(items):
+        fails([item["y"] for item in items])
+        return torch.utils.data.default_collate(items)
+
+    def transform(item):
+        fails([item["y"]])
+        return item
+
+    options = {"collate_fn": collate} if where == "collate_fn" else {}
+    changed = {"transform": transform} if where == "transform" else {}
+    with cached(Fails(50), path, capacity="16MiB", **changed) as train:
+        loader = Loader(train, 10, shuffle=False, workers=2, **options)
+        with pytest.raises(LookupError, match="no network") as caught:
+            flat(loader)
+        assert caught.value.__traceback__ is not None, "it is held"
+        wait_until(lambda: not own_children(), "the workers to end")
+        assert train.cached >= 30, "what was made is published"
+        flag.unlink()
+        assert flat(loader) == [*range(50)], "others are started"
+        loader.close()
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced(path, tmp_path):
     flag = tmp_path / "killed"

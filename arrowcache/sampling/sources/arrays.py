@@ -200,7 +200,8 @@ class Packing:
 
     The attributes are `scale_factor`, `add_offset`, `_FillValue`, `missing_value`, and netCDF's `_Unsigned`,
     as in xarray and the Climate and Forecast (CF) Metadata Conventions 1.11, sections 2.5.1 and 8.1.
-    `valid_range` is not used, nor Zarr's and HDF5's own fill value: that is the value of unwritten cells.
+    `valid_range` is not used, nor Zarr's and HDF5's own fill value: that is the value of unwritten cells. In
+    Zarr version 2 it is `_FillValue`, too, where `_ARRAY_DIMENSIONS` shows that xarray wrote the array.
 
     Args:
         dtype: of the unpacked numbers.

@@ -66,6 +66,7 @@ class ArrayWindows(Source):
         weights: relative frequency of each of `arrays`. None means in proportion to its places.
         decode: unpack the numbers of HDF5 and Zarr arrays (netCDF-4 too) by their attributes, as CF says:
             stored * scale_factor + add_offset; NaN for _FillValue and missing_value; unsigned by _Unsigned.
+            The _FillValue that xarray writes into Zarr version 2 is the array's fill_value.
             The dtype is a float, chosen as xarray does: that of both attributes if they are alike (but
             float64 for integers of 4 bytes), or of a scale_factor alone, else float64; with missing values
             alone float32 for integers of 1 or 2 bytes, float64 for larger ones, and floats keep theirs.

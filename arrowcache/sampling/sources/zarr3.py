@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 _METADATA = "zarr.json"
 _ARRAY_2, _GROUP_2 = ".zarray", ".zgroup"  # of version 2
+_DIMENSIONS = "_ARRAY_DIMENSIONS"  # by xarray, in version 2
 _MOST_INDICES = 256  # of shards, that are kept
 _MOST_LOOKED = 256  # folders, for the names of arrays
 _CHUNKS_AT_ONCE = 32  # of a box of many chunks
@@ -112,13 +113,19 @@ class ZarrArray:
     def _names(self) -> tuple[str | None, ...]:
         """The names of the axes: of version 3, or as xarray writes them into version 2."""
         axes: int = self._array.ndim
-        names = getattr(self._array.metadata, "dimension_names", None) or self.attribute("_ARRAY_DIMENSIONS")
+        names = getattr(self._array.metadata, "dimension_names", None) or self.attribute(_DIMENSIONS)
         if not isinstance(names, list | tuple) or len(names) != axes:
             return (None,) * axes
         return tuple(name if isinstance(name, str) else None for name in names)
 
     def attribute(self, name: str) -> Any:
-        return self._array.metadata.attributes.get(name)
+        """As of `Array`. xarray writes `_FillValue` into version 2 as the array's own fill value."""
+        metadata = self._array.metadata
+        if name == "_FillValue" and metadata.zarr_format == 2 and _DIMENSIONS in metadata.attributes:
+            fill = metadata.fill_value
+            if fill is not None and np.asarray(fill).dtype.kind in "iufc":
+                return fill
+        return metadata.attributes.get(name)
 
     def close(self) -> None:
         self._store.close()

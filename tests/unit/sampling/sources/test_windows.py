@@ -269,6 +269,41 @@ def test_the_fill_value_of_cells_that_nobody_wrote_is_no_missing_one(tmp_path):
             assert take(source, 1)[0]["data"].tolist() == [0.5, 0.5, 3.5, 3.5]
 
 
+#: what is stored, the fill value of .zarray, attributes, and the dtype and the numbers that xarray has
+OF_VERSION_2 = [
+    (np.int16([0, 1, -999]), -999, {"scale_factor": 0.5}, "float64", [0.0, 0.5, NAN]),
+    (np.int16([0, 1, -999]), -999, {}, "float32", [0.0, 1.0, NAN]),
+    (np.uint8([0, 4, 255]), 255, {}, "float32", [0.0, 4.0, NAN]),
+    (np.int8([0, -1, -2]), -1, {"_Unsigned": "true"}, "float32", [0.0, NAN, 254.0]),
+    (np.float32([1.5, -999, NAN]), -999.0, {}, "float32", [1.5, NAN, NAN]),
+    (np.int16([0, 1, -999]), -999, {"_FillValue": 1}, "float32", [0.0, 1.0, NAN]),
+    (np.int16([0, 1, -999]), None, {}, "int16", [0, 1, -999]),
+    (np.array([True, False]), False, {}, "bool", [True, False]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stored", "fill", "attributes", "dtype", "numbers"), OF_VERSION_2)
+def test_the_fill_value_of_zarr_v2_is_a_missing_one_where_xarray_wrote_it(
+    tmp_path, stored, fill, attributes, dtype, numbers
+):
+    zarr = pytest.importorskip("zarr", "3.0")
+    array = zarr.create_array(
+        tmp_path / "x.zarr", shape=stored.shape, dtype=stored.dtype, fill_value=fill, zarr_format=2
+    )
+    array[:] = stored
+    array.attrs.update(attributes)
+    with ArrayWindows(tmp_path / "x.zarr", stored.shape) as source:
+        is_missing = np.isnan(take(source, 1)[0]["data"])
+    np.testing.assert_array_equal(is_missing, np.isnan(stored) | (stored == attributes.get("_FillValue")))
+    array.attrs["_ARRAY_DIMENSIONS"] = ["x"]
+    with ArrayWindows(tmp_path / "x.zarr", stored.shape) as source:
+        found = take(source, 1)[0]["data"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, numbers)
+    with ArrayWindows(tmp_path / "x.zarr", stored.shape, decode=False) as source:
+        np.testing.assert_array_equal(take(source, 1)[0]["data"], stored)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h5", "zarr"])
 def test_windows_of_a_packed_volume_are_unpacked_in_every_process(tmp_path, kind):
@@ -456,7 +491,8 @@ def test_zarr_v2_is_read(tmp_path, number):
     uri = version_2(tmp_path, **options)
     array = np.full((20, 6), 7)
     array[:15] = np.arange(90).reshape(15, 6)
-    with ArrayWindows(uri, (3, 2), where={"time": slice(4, None)}, with_position=True) as source:
+    where = {"time": slice(4, None)}
+    with ArrayWindows(uri, (3, 2), where=where, with_position=True, decode=False) as source:
         rows = planned(source, 100)
         for sample in take(source, 20) + [{name: rows[name][at] for name in rows} for at in range(100)]:
             x, y = sample["position"].tolist()

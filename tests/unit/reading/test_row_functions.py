@@ -95,10 +95,10 @@ def plainly(result, segment):
 
 @pytest.mark.parametrize("argument", ["rows", "weights"])
 def test_a_function_that_raises_stop_iteration_is_named(cache, argument):
-    function = {argument: lambda columns: next(iter(()))}
-    with Loader(cache, 4, **function) as loader:
-        with pytest.raises(RuntimeError, match=f"^the function of {argument}= raised StopIteration, which"):
-            next(iter(loader))
+    says = f"^the function of {argument}= raised StopIteration, which"
+    loader = Loader(cache, 4, **{argument: lambda columns: next(iter(()))})
+    with loader, pytest.raises(RuntimeError, match=says):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("argument", ["rows", "weights"])

@@ -91,6 +91,8 @@ class Board:
                 ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
             ):
                 parts.append(Table(head, rows, right=_RIGHT) if rows else title)
+            if advice := sorted({each.reads.advice for each in seen.samplers} - {""}):
+                parts.append(f"Samplers: {'; '.join(advice)}")
         return Card("Cache", str(self.path), parts)
 
     def line(self) -> str:

@@ -4,7 +4,9 @@
     fetched_bytes           of the store, as far as it can be told, else of what reads returned
     reading_seconds         that tasks waited for a read
     drawing_seconds         of tasks, but for those that they waited for room
+    waiting_seconds         for room
     cpu_seconds             of tasks and reads, in their own threads
+    drawn_bytes             of segments
     took N                  reads that took about that long: see `seconds_of`
 
 A task's result carries what was counted since the last one; a thread notes in `tally` what its read does.
@@ -33,25 +35,26 @@ class Counts:
     """The counts of a worker. Any thread adds."""
 
     def __init__(self) -> None:
-        self._lock, self.numbers, self._told = threading.Lock(), Counter[str](), Counter[str]()
+        self._lock, self._numbers, self._told = threading.Lock(), Counter[str](), Counter[str]()
 
     def add(self, took_seconds: float | None = None, **numbers: float) -> None:
         if took_seconds is not None:
             step = round(_STEPS * math.log2(max(1.0, took_seconds / _LEAST_SECONDS)))
             numbers |= {f"{_TOOK}{step}": 1, "reads": 1}
         with self._lock:
-            self.numbers.update(numbers)
+            self._numbers.update(numbers)
 
     def taken(self) -> dict[str, float]:
         """Return what was counted since the last call."""
         with self._lock:
-            more = self.numbers - self._told
-            self._told = self.numbers.copy()
+            more = self._numbers - self._told
+            self._told = self._numbers.copy()
         return dict(more)
 
-    def copy(self) -> dict[str, float]:
+    def copy(self) -> tuple[Counter[str], Counter[str]]:
+        """Return all numbers, and those that `taken` has returned."""
         with self._lock:
-            return dict(self.numbers)
+            return self._numbers.copy(), self._told
 
 
 def seconds_of(numbers: Mapping[str, float], share: float) -> float:

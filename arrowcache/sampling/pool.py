@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 #: Set by torchrun, Accelerate and Lightning; by srun; by mpirun of Open MPI; by that of Intel MPI and MPICH.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _SEEN_SECONDS = 1.0  # between two looks at the samplers' progress
-_LEAST_JUDGED_SECONDS = 1.0  # of drawing, before there is advice
-_MOST_BUSY = 0.7  # of the time, for a worker that does not need more of its processor
-_MOST_FETCHED = 2.0  # bytes for each that is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +82,7 @@ class PoolStats(Shown):
     @property
     def advice(self) -> str:
         """Advice on how to draw faster. Empty: there is none, or the samplers wait for room."""
-        if self.drawing_seconds < max(_LEAST_JUDGED_SECONDS, self.waiting_seconds):
-            return ""
-        found = []
-        if self.cpu_seconds > _MOST_BUSY * self.drawing_seconds:
-            found.append("the processor is the limit: more workers, as far as there are processors")
-        elif self.reading_seconds > self.drawing_seconds / 2:
-            found.append("the store is the limit: more `reads`")
-        if self.fetched_bytes > _MOST_FETCHED * self.bytes > 0:
-            fetched = f"{self.fetched_bytes / self.bytes:.1f} bytes are fetched for each that is published"
-            found.append(f"small windows, {fetched}: `windows_per_chunk`, or more `rows_per_group`")
-        return "; ".join(found)
+        return self._reads().advice
 
     def _card(self) -> Card:
         return Card("PoolStats", "", [Facts(self.facts())])
@@ -115,7 +102,7 @@ class PoolStats(Shown):
             ),
             *([("drawn, not published", format_count(self.drawn_rows, "row"))] if self.drawn_rows else []),
             *([("left out", format_count(self.skipped, "sample"))] if self.skipped else []),
-            *([("reads", reads)] if (reads := self._reads()) else []),
+            *([("reads", reads)] if (reads := self._reads().text) else []),
             ("waited to publish", f"{format_seconds(self.waiting_seconds)}, all workers together"),
             (
                 "tasks",
@@ -127,10 +114,19 @@ class PoolStats(Shown):
             *([("advice", self.advice)] if self.advice else []),
         ]
 
-    def _reads(self) -> str:
-        times = self.usual_read_seconds, self.slow_read_seconds
-        fetched = self.fetched_bytes / self.bytes if self.bytes else 0.0
-        return SeenReads(self.reads_at_work, *times, self.read_retries, self.hedges, fetched).text
+    def _reads(self) -> SeenReads:
+        return SeenReads(
+            self.reads_at_work,
+            self.usual_read_seconds,
+            self.slow_read_seconds,
+            self.read_retries,
+            self.hedges,
+            self.fetched_bytes / self.bytes if self.bytes else 0.0,
+            self.drawing_seconds,
+            self.reading_seconds,
+            self.cpu_seconds,
+            self.waiting_seconds,
+        )
 
 
 class Pool:

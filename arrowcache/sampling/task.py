@@ -186,16 +186,20 @@ class _Worker:
     def show_reads(self) -> None:
         """Show what its reads do, to `pool.stats()` and the monitors."""
         if self._progress is not None:
-            numbers = self._threads.counts.copy()
-            drawn, fetched = numbers.get("drawn_bytes", 0), numbers.get("fetched_bytes", 0)
+            numbers, of_done = self._threads.counts.copy()
+            drawn = of_done["drawn_bytes"]
             self._progress.show_reads(
                 SeenReads(
                     self._threads.at_work,
                     seconds_of(numbers, 0.5),
                     seconds_of(numbers, 0.99),
-                    int(numbers.get("retries", 0)),
-                    int(numbers.get("hedges", 0)),
-                    fetched / drawn if drawn else 0.0,
+                    numbers["retries"],
+                    numbers["hedges"],
+                    of_done["fetched_bytes"] / drawn if drawn else 0.0,
+                    of_done["drawing_seconds"],
+                    of_done["reading_seconds"],
+                    of_done["cpu_seconds"],
+                    of_done["waiting_seconds"],
                 )
             )
 
@@ -376,7 +380,8 @@ class Drawn:
         """Return the result of the task, of whose segment these are."""
         wall, of_cpu = self._began
         seconds = time.monotonic() - wall - waiting_seconds
-        self._counts.add(drawing_seconds=seconds, cpu_seconds=time.thread_time() - of_cpu, drawn_bytes=nbytes)
+        self._counts.add(drawing_seconds=seconds, waiting_seconds=waiting_seconds, drawn_bytes=nbytes)
+        self._counts.add(cpu_seconds=time.thread_time() - of_cpu)
         return Done(
             self._task.number,
             rows,

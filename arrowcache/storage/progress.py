@@ -27,8 +27,11 @@ from arrowcache.units import format_count, format_seconds
 
 PROGRESS = PageKind("arrowcache-sampler", b"arrowcache drawn", 1)
 _IDENTITY = struct.Struct("<q64s")
-_RECORD = struct.Struct("<3qdqqqddqqd")
+_RECORD = struct.Struct("<3qdqqqddqqd4d")
 _MOST_ROWS = 2**62
+_LEAST_JUDGED_SECONDS = 1.0  # of drawing, before there is advice
+_MOST_BUSY = 0.7  # of the time, for a worker that does not need more of its processor
+_MOST_FETCHED = 2.0  # bytes for each that is published
 
 
 def shown_pool(pool: str) -> str:
@@ -48,7 +51,9 @@ class SeenReads:
 
     `usual_seconds` is the median of a read, `slow_seconds` the 99th percentile; both 0 if there was none.
     `retries` are further attempts after an error, `hedges` reads that were begun once more as they took long.
-    `fetched` bytes for each that it published; 0 if it is not known.
+    `fetched` bytes for each that it published; 0 if it is not known. It drew tasks that are done for
+    `drawing_seconds`, in which it waited for reads for `reading_seconds`, and had a processor, also in reads,
+    for `cpu_seconds`; beside these it waited for room for `waiting_seconds`.
     """
 
     at_work: int = 0
@@ -57,6 +62,25 @@ class SeenReads:
     retries: int = 0
     hedges: int = 0
     fetched: float = 0.0
+    drawing_seconds: float = 0.0
+    reading_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def advice(self) -> str:
+        """Advice on how to draw faster. Empty: there is none, or the sampler waits for room."""
+        if self.drawing_seconds < max(_LEAST_JUDGED_SECONDS, self.waiting_seconds):
+            return ""
+        found = []
+        if self.cpu_seconds > _MOST_BUSY * self.drawing_seconds:
+            found.append("the processor is the limit: more workers, as far as there are processors")
+        elif self.reading_seconds > self.drawing_seconds / 2:
+            found.append("the store is the limit: more `reads`")
+        if self.fetched > _MOST_FETCHED:
+            fetched = f"{self.fetched:.1f} bytes are fetched for each that is published"
+            found.append(f"small windows, {fetched}: `windows_per_chunk`, or more `rows_per_group`")
+        return "; ".join(found)
 
     @property
     def text(self) -> str:

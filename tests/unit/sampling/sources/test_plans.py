@@ -699,5 +699,5 @@ def test_a_plan_tells_how_many_bytes_it_fetched(tmp_path, kind):
     threads = Threads(4, AT_ONCE)
     into = SegmentBuilder(Form(source.schema, 40, 1 << 20))
     fill(source, Task("", b"", "default.0", 0, 0, token=0, ramp=False, reads=4), into, threads=threads)
-    fetched = threads.counts.copy()["fetched_bytes"]
+    fetched = threads.counts.copy()[0]["fetched_bytes"]
     assert (8 * 1000 if kind != "npy" else 8 * 5) < fetched <= 8 * 4000 * 1.2

@@ -200,11 +200,11 @@ def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
         hint = ": give lists of one length, such as by padding" if isinstance(value, list) else ""
         raise SchemaError(f"field {name!r}: {_describe(value)} is not an array: {error}{hint}") from None
     if _are_large_ints(value, array):
-        try:
-            array = np.asarray(value, object).astype(np.uint64)
-        except OverflowError:  # but floats may do
-            if array.dtype.kind == "O":
-                raise _no_dtype(name, value) from None
+        ints = np.asarray(value, object)
+        if all(0 <= each < 2**64 for each in ints.flat):  # NumPy 1 would wrap others around
+            array = ints.astype(np.uint64)
+        elif array.dtype.kind == "O":  # else floats may do
+            raise _no_dtype(name, value)
     source = _name_of(array.dtype)
     if bits_of(source) is not None:  # ml_dtypes, which TensorFlow and JAX use
         return array.view(dtype_of(source).numpy), source

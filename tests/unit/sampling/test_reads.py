@@ -453,6 +453,13 @@ def test_a_function_that_binds_late_is_refused_within_a_source_too(around):
         ids_of(around(a_lambda))
 
 
+@pytest.fixture
+def now_late(monkeypatch):
+    """Called, it has what is at work be late. Before, nothing is, however busy the machine."""
+    limit(monkeypatch, late_read_seconds=1e9)
+    return lambda: limit(monkeypatch, late_read_seconds=0.0)
+
+
 class Late:
     """A sampler whose reads are begun again where they are late; the calls of each key are counted."""
 
@@ -474,10 +481,15 @@ class Late:
 
 
 @pytest.mark.parametrize("around", [lambda own: own, lambda own: Map(own, dict), lambda own: Mix([(own, 1)])])
-def test_a_late_read_is_begun_again_and_the_first_success_is_taken(around, monkeypatch):
-    limit(monkeypatch, late_read_seconds=0.01)
+def test_a_late_read_is_begun_again_and_the_first_success_is_taken(around, now_late):
     gate, threads = threading.Event(), Threads(4, Retries(0))
-    sampler = Late(lambda key, call: (key, call) == (20, 1) and gate.wait(60))
+
+    def wait(key: int, call: int) -> None:
+        if (key, call) == (20, 1):
+            now_late()
+            gate.wait(60)
+
+    sampler = Late(wait)
     assert ids_of(around(sampler), rows=ROWS, threads=threads) == list(range(ROWS))
     assert sampler.calls[20] == 2
     assert threads.are_reading, "the first one is at work, in one of the four threads"
@@ -514,12 +526,13 @@ def test_without_the_attribute_no_read_is_begun_again(monkeypatch):
     assert set(sampler.calls.values()) == {1}
 
 
-def test_an_error_counts_only_if_both_fail(monkeypatch):
-    limit(monkeypatch, late_read_seconds=0.01)
+@pytest.mark.parametrize("retries", [None, 0, 1], ids=["one fails", "both fail", "tried again"])
+def test_an_error_counts_only_if_both_fail(now_late, retries):
     begun, failed = threading.Event(), threading.Event()
 
     def first_fails(key: int, call: int) -> None:
         if key == 20 and call == 1:
+            now_late()
             begun.wait(60)
             failed.set()
             raise ZeroDivisionError("the first")
@@ -527,26 +540,34 @@ def test_an_error_counts_only_if_both_fail(monkeypatch):
             begun.set()
             failed.wait(60)
 
-    assert ids_of(Late(first_fails)) == list(range(ROWS))
     both = threading.Barrier(2)
 
     def both_fail(key: int, call: int) -> None:
         if key == 20 and call <= 2:
+            now_late()
             both.wait(60)
             raise OSError(f"call {call}")
 
-    with pytest.raises(OSError, match=r"call [12]"):
-        ids_of(Late(both_fail))
-    sampler = Late(both_fail)
-    assert ids_of(sampler, threads=Threads(4, Retries(1, 0.0))) == list(range(ROWS))
-    assert sampler.calls[20] in (3, 4), "each is tried again"
+    sampler = Late(first_fails if retries is None else both_fail)
+    if retries == 0:
+        with pytest.raises(OSError, match=r"call [12]"):
+            ids_of(sampler)
+    else:
+        threads = Threads(4, Retries(retries or 0, 0.0))
+        assert ids_of(sampler, threads=threads) == list(range(ROWS))
+        assert sampler.calls[20] in ((2,) if retries is None else (3, 4)), "each is tried again"
     wait_until(lambda: held_bytes() == 0, "the losers")
 
 
-def test_what_is_begun_again_for_a_task_that_ends_ends_alone(monkeypatch):
-    limit(monkeypatch, late_read_seconds=0.01)
+def test_what_is_begun_again_for_a_task_that_ends_ends_alone(now_late):
     gate, threads = threading.Event(), Threads(4, Retries(0))
-    sampler = Late(lambda key, call: key == 20 and gate.wait(60))
+
+    def wait(key: int, call: int) -> None:
+        if key == 20:
+            now_late()
+            gate.wait(60)
+
+    sampler = Late(wait)
 
     def look() -> None:
         if sampler.calls[20] == 2:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -72,6 +74,7 @@ from arrowcache.units import (
     parse_bytes,
     parse_count,
     require_function,
+    shortened,
 )
 
 _IN_LOADER = "an item has no batches: give it to Loader(train, batch_size, ...) or DataLoader(train, ...)"
@@ -400,11 +403,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             elif many is None:
                 items = (item_of(inner, index) for index in some)
             else:
-                try:
-                    items = many(some)
-                except StopIteration as error:
-                    says = "__getitems__ of the dataset raised StopIteration, which is no item"
-                    raise RuntimeError(says) from error
+                items = _many_items(many, some)
             return zip(some, items, strict=True)
 
         if reads == 1 or len(indices) == 1:
@@ -570,15 +569,15 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         missing = reader.missing
         reader.rest()
         workers = min(workers, len(missing))
-        making = DataLoader(
-            _Filling(self, missing, reads),
-            batch_size=_FILLED_AT_ONCE * reads,
-            num_workers=workers,
-            generator=seeds_of_workers(_FILLS, next(_fills)),
-            collate_fn=list,
-            multiprocessing_context="fork" if workers else None,
-        )
-        with flushable_stderr():
+        with beginning_workers(workers):
+            making = DataLoader(
+                _Filling(self, missing, reads),
+                batch_size=_FILLED_AT_ONCE * reads,
+                num_workers=workers,
+                generator=seeds_of_workers(_FILLS, next(_fills)),
+                collate_fn=list,
+                multiprocessing_context="fork" if workers else None,
+            )
             stored_of_each = iter(making)  # before the bar, whose text a fork writes out
         try:
             with progress_bar(progress, total=len(missing), unit=" items", desc="filling") as bar:
@@ -637,6 +636,23 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         except (ArrowCacheError, OSError, ValueError) as error:
             parts = [str(error)]
         return Card("CachedDataset", str(self._spec.path), parts)
+
+
+@contextmanager
+def beginning_workers(workers: int) -> Iterator[None]:
+    """While a DataLoader makes its worker processes, and is made.
+
+    Raises: ValueError: this process may have none.
+    """
+    if workers and multiprocessing.current_process().daemon:
+        raise ValueError(
+            "a daemonic process, such as a worker of a DataLoader or of multiprocessing.Pool, can start no "
+            f"{format_count(workers, 'worker')}: pass workers=0"
+        )
+    with warnings.catch_warnings(), flushable_stderr():
+        # Workers wait for the source of items: torch advises as many as there are processors.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
 
 
 def end_workers(answers: Iterator[Any]) -> None:
@@ -798,13 +814,31 @@ def _gives_the_same(spec: _Spec, index: int, item: Any, states: RandomStates) ->
         return True
 
 
+def _many_items(many: Callable[[list[int]], Iterable[Any]], indices: list[int]) -> list[Any]:
+    """Return the items that `__getitems__` gives, one for each index.
+
+    Raises: SchemaError: they are fewer or more. RuntimeError: it raised StopIteration.
+    """
+    try:
+        items = [*many(indices)]
+    except StopIteration as error:
+        raise RuntimeError("__getitems__ of the dataset raised StopIteration, which is no item") from error
+    if len(items) != len(indices):
+        raise SchemaError(
+            f"__getitems__ of the dataset gave {format_count(len(items), 'item')} for the indices "
+            f"{shortened(str(indices), 60)}: give one for each, in their order, and None for one that cannot "
+            'be had, with cached(..., on_error="skip")'
+        )
+    return items
+
+
 def _made_or_left_out(
     inner: Any, many: Callable[[list[int]], Any] | None, indices: list[int]
 ) -> Iterator[Any]:
     """Yield the items of a dataset, or `LeftOut` in place of one that it cannot make."""
     if many is not None:
         try:
-            items = [*many(indices)]
+            items = _many_items(many, indices)
         except _NEVER_SKIPPED:
             raise
         except Exception:  # noqa: BLE001  # which of them failed is seen one by one

@@ -91,15 +91,22 @@ def _batch_of_node(node: Node, children: list[Any], first: Callable[[], Any]) ->
             f"{with_article(node.type.__name__)} shows other values than it holds, so that columns make no "
             "batch: pass collate_fn=torch.utils.data.default_collate"
         )
-    changed = copy.copy(item)
     try:
-        changed.update(own)
+        changed = copy.copy(item)
+        _set_all(changed, own)
     except TypeError:  # as default_collate
         return own
+    return changed
+
+
+def _set_all(mapping: Any, own: Mapping[str, Any]) -> None:
+    try:
+        mapping.update(own)
+    except TypeError:
+        raise
     except Exception:  # noqa: BLE001  # such as ModelOutput's, which refuses it
         for key, value in own.items():
-            changed[key] = value
-    return changed
+            mapping[key] = value
 
 
 def _shows_what_it_holds(node: Node, parts: Sequence[Any]) -> bool:

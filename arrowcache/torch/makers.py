@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.sharedctypes import RawValue
@@ -31,8 +30,13 @@ from torch.utils.data import DataLoader, Dataset
 from arrowcache.errors import WorkerError, warn
 from arrowcache.lifetimes import Origin, forgets_in_child, shielded
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.progress import flushable_stderr
-from arrowcache.torch.cached_dataset import CachedDataset, LeftOut, Unwanted, end_workers
+from arrowcache.torch.cached_dataset import (
+    CachedDataset,
+    LeftOut,
+    Unwanted,
+    beginning_workers,
+    end_workers,
+)
 from arrowcache.torch.parent_watch import ParentWatch
 from arrowcache.torch.transport import RECEIVING, Result, failure
 
@@ -210,9 +214,7 @@ class Makers:
         is_whole, self._is_whole = self._is_whole, False
         if not (is_whole and self._go_on()):
             self._end()
-            with warnings.catch_warnings():
-                # Workers wait for the source of items: torch advises as many as there are processors.
-                warnings.filterwarnings("ignore", "This DataLoader will create")
+            with beginning_workers(self._workers), shielded():
                 self._loader = DataLoader(
                     self._making,
                     batch_sampler=self._requests,  # type: ignore[arg-type]  # of requests
@@ -224,9 +226,8 @@ class Makers:
                     # Python 3.14 forks no more by itself, and a script would need a main guard.
                     multiprocessing_context=multiprocessing.get_start_method(allow_none=True) or "fork",
                 )
-                with shielded(), flushable_stderr():
-                    self._answers = iter(self._loader)
-                    _supervise(self._answers)
+                self._answers = iter(self._loader)
+                _supervise(self._answers)
         _have_wait(self._answers, _LOOK_SECONDS)
         self._is_whole = True
 

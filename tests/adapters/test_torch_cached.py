@@ -7,6 +7,7 @@ import copy
 import datetime as dt
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -723,6 +724,42 @@ def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
             train.fill(workers=2, progress=False)
         wait_until(lambda: not own_children(), "the workers to end")
         assert caught.tb is not None
+
+
+@pytest.mark.parametrize("given", [[4], [], [4, 5, 5]], ids=["fewer", "none", "more"])
+@pytest.mark.parametrize(("on_error", "reads"), [("raise", 1), ("skip", 1), ("raise", 2)])
+def test_as_many_items_as_indices_are_given_or_an_error_says_so(path, given, on_error, reads):
+    class Filters(Numbers):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices if index < 4] + [self[4]] * (len(given) * (5 in indices))
+
+    says = rf"gave {len(given)} items? for the indices \[(4, )?5\]: give one for each.* None for one"
+    with cached(Filters(6), path, capacity="16MiB", on_error=on_error) as train:
+        for work in (
+            lambda: list(Loader(train, 2, shuffle=False, workers=0, reads=reads)),
+            lambda: train.fill(workers=0, progress=False),
+            lambda: train[4:6],
+        ):
+            with pytest.raises(ac.SchemaError, match="for the indices"):
+                work()
+        with pytest.raises(ac.SchemaError, match=says):
+            train.__getitems__([4, 5])
+
+
+def test_a_daemonic_process_is_told_to_have_no_workers(path, monkeypatch):
+    with cached(Numbers(6), path, capacity="16MiB") as train:
+        monkeypatch.setattr(multiprocessing.current_process(), "daemon", True)
+        for work in (train.fill, lambda: list(Loader(train, 2, workers=2))):
+            with pytest.raises(ValueError, match=r"a daemonic process.* pass workers=0"):
+                work()
+        assert train.fill(workers=0) == 6
+        assert len(list(Loader(train, 2, workers=0))) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_more_workers_than_processors_are_no_warning(path):
+    with cached(Numbers(40), path, capacity="16MiB") as train:
+        assert train.fill(workers=1 + (os.cpu_count() or 1), progress=False) == 40
 
 
 def test_an_index_error_of_an_item_is_no_end_of_a_dataset(path):

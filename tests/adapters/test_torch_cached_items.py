@@ -173,6 +173,24 @@ class Plain(dict):
     pass
 
 
+class Counts(defaultdict):
+    def __init__(self, **named):
+        super().__init__(int, **named)
+
+
+class Titled(OrderedDict):
+    def __init__(self, title, **named):
+        super().__init__(**named)
+        self.title = title
+
+
+class Unchanged(dict):
+    def refuse(self, *_):
+        raise TypeError("it is not changed")
+
+    update = __setitem__ = refuse
+
+
 class Attributes(dict):
     """Its keys are its attributes."""
 
@@ -276,6 +294,9 @@ AS_MADE = {
     "with attributes": lambda n: Words({"ids": torch.tensor([n])}, [{"ids": [n]}], n),
     "a model's output": lambda n: Hidden(torch.tensor([n]), (torch.ones(n + 1).sum()[None],)),
     "a nested output": lambda n: {"out": Hidden(torch.tensor([float("nan")])), "n": n},
+    "a defaultdict of one's own": lambda n: Counts(a=n),
+    "an ordered dict with an argument": lambda n: Titled("t", a=n),
+    "a dict that is not changed": lambda n: Unchanged(a=n),
     "a dict's subclass": lambda n: with_attributes(Plain(a=n), note=str(n), none=None),
     "keys that are attributes": lambda n: Attributes(a=n, t=torch.tensor([n])),
     "keys of numbers": lambda n: {1: n, (2, 3): "a", None: n},
@@ -1271,6 +1292,7 @@ BATCHED = [
     "an ordered dict", "an ordered dict with an attribute", "a defaultdict", "a counter", "a UserDict",
     "a UserDict of one's own", "with attributes", "a dict's subclass", "keys that are attributes",
     "keys of numbers", "a named tuple with an attribute", "turned dimensions", "big-endian",
+    "a defaultdict of one's own", "an ordered dict with an argument", "a dict that is not changed",
     "numbers of NumPy in a list", "a text of NumPy that ends in nothing",
 ]  # fmt: skip
 

@@ -54,12 +54,19 @@ class Child:
     Args:
         function: sent by value, so it may be defined anywhere; what it prints goes to the test's output.
         args: picklable values, or events and barriers of `method`'s context.
+        daemon: as a worker of `multiprocessing.Pool` is one.
     """
 
-    def __init__(self, function: Callable[..., Any], *args: Any, method: str = "forkserver") -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        method: str = "forkserver",
+        daemon: bool | None = None,
+    ) -> None:
         context = multiprocessing.get_context(method)
         self._results, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(_by_value(function), sender, args))
+        self._process = context.Process(target=_run, args=(_by_value(function), sender, args), daemon=daemon)
         self._process.start()
         sender.close()
         assert self._process.pid is not None

@@ -7,7 +7,6 @@ import copy
 import datetime as dt
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -746,14 +745,18 @@ def test_as_many_items_as_indices_are_given_or_an_error_says_so(path, given, on_
             train.__getitems__([4, 5])
 
 
-def test_a_daemonic_process_is_told_to_have_no_workers(path, monkeypatch):
+def worked_in(path) -> None:
     with cached(Numbers(6), path, capacity="16MiB") as train:
-        monkeypatch.setattr(multiprocessing.current_process(), "daemon", True)
         for work in (train.fill, lambda: list(Loader(train, 2, workers=2))):
             with pytest.raises(ValueError, match=r"a daemonic process.* pass workers=0"):
                 work()
         assert train.fill(workers=0) == 6
         assert len(list(Loader(train, 2, workers=0))) == 3
+
+
+def test_a_daemonic_process_is_told_to_have_no_workers(path):
+    with Child(worked_in, path, daemon=True) as child:
+        child.result()
 
 
 @pytest.mark.filterwarnings("error")

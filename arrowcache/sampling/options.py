@@ -38,7 +38,7 @@ def fitted(sample: Sampler, form: Form) -> Sampler:
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """The arguments of `SamplerPool`. `sampler` is pickled; `ramp`: early tasks fill small segments.
+    """The arguments of `SamplerPool`. `sampler` is pickled; `ramp`, `chunk_rows`: as its attributes.
 
     Raises: ValueError, TypeError: an argument does not fit, or the sampler cannot be pickled.
     """
@@ -54,6 +54,7 @@ class PoolOptions:
     on_error: str
     sampler: bytes = field(init=False)
     ramp: bool = field(init=False)
+    chunk_rows: int = field(init=False)
     digest: bytes = field(init=False)  # tells pickled samplers apart
     tasks: int | None = field(init=False)  # numbers from this one on have nothing to draw
     division: str = field(init=False)  # of the samples among tasks; empty: each task draws from all
@@ -80,6 +81,7 @@ class PoolOptions:
         keep("retries", parse_count(self.retries, "retries", least=0))
         require_policy(self.on_error)
         keep("ramp", getattr(sample, "ramp", True))
+        keep("chunk_rows", parse_count(getattr(sample, "chunk_rows", 1), "the sampler's chunk_rows"))
         for name, says in _SAYS.items():
             if not isinstance(given := getattr(sample, name, True), bool):
                 raise TypeError(f"the sampler's {name} must be True or False, not {given!r}: {says}")
@@ -101,6 +103,7 @@ class PoolOptions:
             number,
             token,
             ramp=self.ramp,
+            chunk_rows=self.chunk_rows,
             digest=self.digest,
             reads=self.reads,
             skips=self.on_error == "skip",

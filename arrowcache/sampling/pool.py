@@ -322,10 +322,11 @@ class SamplerPool(Pool):
         sample: `sample(rng) -> iterable of reads or samples`, a function or callable object that cloudpickle
             can pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed,
             k). A sampler whose attribute `ramp` is False fills full segments from the start, as sources do
-            that read whole groups of samples. Of one whose attribute `hedge` is True, as that of ready
-            sources, a read that takes longer than 50 ms and four times the usual is begun once more in
-            another thread, at most one in ten, and the first success counts: reads that change nothing may
-            run twice.
+            that read whole groups of samples; one whose attribute `chunk_rows` is n fills small ones with a
+            multiple of n rows, such as of what is read at once. Of one whose attribute `hedge` is True, as
+            that of ready sources, a read that takes longer than 50 ms and four times the usual is begun once
+            more in another thread, at most one in ten, and the first success counts: reads that change
+            nothing may run twice.
         workers: number of tasks drawn at a time.
         seed: seed of the random streams.
         name: name of this pool's task numbers; a pool of the same name and seed goes on at the next, and

@@ -56,14 +56,21 @@ class Size(NamedTuple):
     nbytes: int
 
 
-def size_of(number: int, full_rows: int, segment_bytes: int, *, ramp: bool = True) -> Size:
+def size_of(
+    number: int, full_rows: int, segment_bytes: int, *, ramp: bool = True, chunk_rows: int = 1
+) -> Size:
     """Return the size of task `number`'s segment, in a cache with full segments of these rows and bytes.
 
     Args:
         ramp: False means a full segment, as for a sampler whose attribute `ramp` is False.
+        chunk_rows: as the sampler's attribute: a smaller segment has a multiple of so many rows.
     """
     halvings = max(0, _RAMP_TASKS - number) if ramp else 0
-    return Size(max(1, full_rows >> halvings), max(1, segment_bytes >> halvings))
+    rows, nbytes = max(1, full_rows >> halvings), max(1, segment_bytes >> halvings)
+    if not rows % chunk_rows:
+        return Size(rows, nbytes)
+    whole = min(full_rows, rows + -rows % chunk_rows)
+    return Size(whole, max(nbytes, -(-segment_bytes * whole // full_rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +81,9 @@ class Task:
     lacks it, it says so, and is sent the task again. So the sampler is sent about once a worker.
     `pool` is "<name>.<seed>", the file in pools/; `token` the byte of it that the pool locks; `tries`
     attempts that failed before: Dask answers a call equal to an earlier one with that one's result.
-    `ramp`: early tasks fill small segments. `reads`: of a worker at a time. `skips`: samples that cannot be
-    had are left out; `drawn` and `skipped` are the pool's, of tasks that were done before this one began.
+    `ramp`: early tasks fill small segments, of a multiple of `chunk_rows`. `reads`: of a worker at a time.
+    `skips`: samples that cannot be had are left out; `drawn` and `skipped` are the pool's, of tasks that were
+    done before this one began.
     """
 
     cache: str
@@ -86,6 +94,7 @@ class Task:
     token: int
     tries: int = 0
     ramp: bool = True
+    chunk_rows: int = 1
     digest: bytes = b""
     reads: int = 16
     skips: bool = False
@@ -96,6 +105,11 @@ class Task:
     def task_name(self) -> str:
         """The name of the task, which is part of its segment's name."""
         return f"{self.pool}.{self.number}"
+
+    def size(self, form: Form) -> Size:
+        """Return the size of its segment."""
+        full = form.full_rows, form.segment_bytes
+        return size_of(self.number, *full, ramp=self.ramp, chunk_rows=self.chunk_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +241,7 @@ class _Worker:
                 return
             self._ahead = task, samples_of(self.sampler, task, self._threads, self._form)
         task, samples = self._ahead
-        full = size_of(task.number, self._form.full_rows, self._form.segment_bytes, ramp=task.ramp)
-        samples.begin(full.rows)
+        samples.begin(task.size(self._form).rows)
 
     @property
     def are_reading(self) -> bool:
@@ -336,8 +349,7 @@ def samples_of(sampler: Sampler, task: Task, threads: Threads, form: Form) -> Sa
     """Return task k's samples, of which none is drawn yet. Gives pyarrow as many I/O threads as reads."""
     pa.set_io_thread_count(max(threads.count, pa.io_thread_count()))
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
-    rows = size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp).rows
-    return Samples(sampler, rng, threads, form.segment_bytes, rows, skips=task.skips)
+    return Samples(sampler, rng, threads, form.segment_bytes, task.size(form).rows, skips=task.skips)
 
 
 def require_few(drawn: int, skipped: int, fault: str) -> None:
@@ -413,7 +425,7 @@ def draw(
         named, if the sampler's attribute `drawn` does. What the sampler and its reads raise.
     """
     form = builder.form
-    builder.clear(*size_of(task.number, form.full_rows, form.segment_bytes, ramp=task.ramp))
+    builder.clear(*task.size(form))
     if progress is not None:
         progress.begin(task.number, builder.expected_rows)
     empty_calls, empty_rows, has_rows, drawn = 0, 0, False, Drawn(task, samples.counts)

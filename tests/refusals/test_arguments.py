@@ -35,11 +35,11 @@ LOCK = threading.Lock()
 unpicklable = lambda argument: (LOCK, argument)  # noqa: E731  # goes by value
 
 
-def with_ramp(ramp: Any, hedge: Any = False) -> Any:
+def with_ramp(ramp: Any, hedge: Any = False, chunk_rows: Any = 1) -> Any:
     def sampler(rng: Any) -> Any:
         yield sample(0)
 
-    sampler.ramp, sampler.hedge = ramp, hedge  # type: ignore[attr-defined]
+    sampler.ramp, sampler.hedge, sampler.chunk_rows = ramp, hedge, chunk_rows  # type: ignore[attr-defined]
     return sampler
 
 
@@ -330,6 +330,8 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"sample": 5}, TypeError, "sample"),
             ({"sample": unpicklable}, TypeError, "cannot be pickled"),
             ({"sample": with_ramp(10)}, TypeError, "ramp must be True or False, not 10"),
+            ({"sample": with_ramp(True, chunk_rows=0)}, ValueError, "chunk_rows"),
+            ({"sample": with_ramp(True, chunk_rows="12")}, TypeError, "chunk_rows"),
             ({"sample": with_ramp(True, hedge=1)}, TypeError, "hedge must be True or False, not 1"),
             ({"workers": 0}, ValueError, "workers"),
             ({"workers": True}, ValueError, "workers"),

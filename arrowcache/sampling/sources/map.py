@@ -17,7 +17,7 @@ from arrowcache.sampling.options import fitted
 from arrowcache.sampling.reads import Read, Sampler, hedge_of, is_read, made_or_fault, single, values_of
 from arrowcache.sampling.retries import settled
 from arrowcache.sampling.rows import Rows
-from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
+from arrowcache.sampling.sources.source import Source, chunk_rows_of, ramp_of, schema_of
 from arrowcache.units import require_function
 
 
@@ -50,7 +50,7 @@ class Map(Source):
         if not callable(source):
             raise TypeError(f"source must be a source or a sampler, a function of rng, not {source!r}")
         self._source = source
-        self.ramp = ramp_of(source)
+        self.ramp, self.chunk_rows = ramp_of(source), chunk_rows_of(source)
         self.is_divided = getattr(source, "is_divided", False)
         self._function = function
         self._with_rng = _takes_two(function)

@@ -22,7 +22,7 @@ from arrowcache.sampling.reads import (
     yielded_nothing,
 )
 from arrowcache.sampling.sources.choice import Choice, parse_weights
-from arrowcache.sampling.sources.source import Source, ramp_of, schema_of
+from arrowcache.sampling.sources.source import Source, chunk_rows_of, ramp_of, schema_of
 
 
 class Mix(Source):
@@ -55,7 +55,8 @@ class Mix(Source):
         self._names = [f"sources[{number}], {source!r}," for number, source in enumerate(self._sources)]
         self._weights = parse_weights([weight for _, weight in pairs], self._names)
         self._skips = on_error == "skip"
-        self.ramp = all(map(ramp_of, self._sources))
+        # A share of a small segment is no multiple of what a source reads at once.
+        self.ramp = all(ramp_of(source) and chunk_rows_of(source) == 1 for source in self._sources)
         schemas = [schema_of(source, name) for source, name in zip(self._sources, self._names, strict=True)]
         for name, schema in zip(self._names, schemas, strict=True):
             _require_same(name, schema, schemas[0])

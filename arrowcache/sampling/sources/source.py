@@ -34,6 +34,9 @@ class Source(Closable, ABC):
     """Early tasks of a pool fill small segments; False: full ones from the start, of whole groups that were
     read. One that is made of other sources asks for full ones if any of them does."""
 
+    chunk_rows: int = 1
+    """Small segments have a multiple of so many rows, such as of what is read at once."""
+
     tasks: int | None = None
     """The number of a pool's tasks that draw all there is. None means no end."""
 
@@ -94,6 +97,11 @@ def of_task(rng: np.random.Generator, length: int, starts: NDArray[np.int64] | N
 def ramp_of(source: object) -> bool:
     """True if early tasks of a sampler fill small segments."""
     return bool(getattr(source, "ramp", True))
+
+
+def chunk_rows_of(source: object) -> int:
+    """Return the number of which the rows of small segments are a multiple."""
+    return int(getattr(source, "chunk_rows", 1))
 
 
 def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema:

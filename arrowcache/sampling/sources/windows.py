@@ -151,7 +151,7 @@ class ArrayWindows(Source):
             wanted = parse_count(windows_per_chunk, "windows_per_chunk")
             chunked = [self._chunks(recording) for recording in self._recordings]
             self._in_chunks = _InChunks(chunked, wanted, chosen)
-            self.ramp = False  # whole chunks fill full segments
+            self.chunk_rows = self._in_chunks.most  # so that none is fetched for a part of its windows
 
     def __repr__(self) -> str:
         first = self._name(next(iter(self._recordings[0].addresses.values())))
@@ -361,14 +361,13 @@ class _InChunks:
 
     Args:
         recordings: of each the chunks along each axis, as (first window, number of windows).
-        most: windows of a chunk.
+        most: windows of a chunk. The attribute: of a chunk that has most.
         weights: of the recordings. None means the numbers of their windows.
     """
 
     def __init__(
         self, recordings: Sequence[list[NDArray[np.int64]]], most: int, weights: Sequence[float] | None
     ) -> None:
-        self.most = most
         self._kinds: list[_Kind] = []
         shares = []
         for number, axes in enumerate(recordings):
@@ -380,6 +379,7 @@ class _InChunks:
                 self._kinds.append(kind)
                 shares.append(weight * math.prod(counts) * math.prod(map(len, firsts)))
         self._taken = np.array([kind.taken for kind in self._kinds])
+        self.most = int(self._taken.max())
         # A chunk is drawn the more often, the smaller the share of its windows that is taken each time.
         self._choice = Choice(np.array(shares) / self._taken)
         # The first as if the draws had gone on for ever before: the segment's end cuts the last one.

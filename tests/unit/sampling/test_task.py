@@ -86,6 +86,17 @@ def test_a_sampler_that_asks_for_full_segments_gets_them_from_the_start():
     assert size_of(0, 4096, 64 << 20, ramp=False) == Size(4096, 64 << 20)
 
 
+@pytest.mark.parametrize("chunk_rows", [3, 64, 100, 4096, 10**9])
+def test_small_segments_have_a_multiple_of_the_rows_that_are_read_at_once(chunk_rows):
+    sizes = [size_of(number, 4096, 64 << 20, chunk_rows=chunk_rows) for number in range(10)]
+    for number, (rows, nbytes) in enumerate(sizes):
+        assert (4096 >> 10 - number) <= rows <= 4096
+        assert rows % chunk_rows == 0 or rows == 4096
+        assert rows < (4096 >> 10 - number) + chunk_rows
+        assert nbytes >= rows * (64 << 20) // 4096, "rows of one size end it"
+    assert size_of(10, 4096, 64 << 20, chunk_rows=chunk_rows) == Size(4096, 64 << 20)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 40])
 def test_a_small_segment_has_the_first_samples_of_its_task(chunk):
     def sampler(rng):

@@ -39,6 +39,10 @@ def test_what_is_made_of_a_source_that_asks_for_full_segments_asks_for_them_too(
     assert Map(Numbers(0), dict).ramp
     assert not Map(whole, dict).ramp
     assert not Mix({Map(Mix({whole: 1}), dict): 1}).ramp
+    chunks = Numbers(1)
+    chunks.chunk_rows = 12
+    assert (Map(chunks, dict).ramp, Map(chunks, dict).chunk_rows) == (True, 12)
+    assert not Mix({Numbers(0): 1, chunks: 1}).ramp, "shares are no multiples"
 
 
 def kinds(source, count: int = 2000) -> np.ndarray:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from drawing import fill, planned, require_pure, take
-from helpers import in_child, limit, wait_until
+from helpers import DEADLINE_SECONDS, in_child, limit, wait_until
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
@@ -354,7 +354,8 @@ def test_plans_are_the_same_in_another_process_and_in_a_forked_child(tmp_path, k
 def test_each_chunk_that_is_fetched_gives_so_many_windows_and_none_crosses_a_border(tmp_path, kind):
     uri = stored(tmp_path, kind, volume((64, 32, 2)), (16, 8, 2))
     with ArrayWindows(uri, (5, 4), windows_per_chunk=12, with_position=True) as source:
-        assert not source.ramp, "whole chunks fill full segments"
+        assert source.ramp
+        assert source.chunk_rows == 12, "whole chunks fill small segments, too"
         for seed in range(20):
             chunk = planned(source, 240, seed)["position"] // [16, 8] @ [4, 1]
             assert (np.bincount(chunk) % 12 == 0).all()
@@ -363,6 +364,24 @@ def test_each_chunk_that_is_fetched_gives_so_many_windows_and_none_crosses_a_bor
         counts = np.bincount(position @ [32, 1])
         assert len(counts[counts > 0]) == 4 * 12 * 4 * 5
         assert abs(chi_square(counts[counts > 0])) < 8  # k at a time
+
+
+@pytest.mark.parametrize("asked", [12, 10**12])
+def test_a_pools_first_segments_are_small_and_of_whole_chunks(tmp_path, asked):
+    uri = stored(tmp_path, "zarr", volume((64, 32, 2)), (16, 8, 2))
+    source = ArrayWindows(uri, (5, 4), windows_per_chunk=asked, with_position=True)
+    cache = ac.Cache.create(tmp_path / "cache", source.schema, "4MiB", segment_rows=512)
+    with ac.SamplerPool(cache, source, workers=1, segments=6, progress=False) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+    each = min(asked, 12 * 5)
+    with cache.snapshot() as snapshot:
+        rows = [segment.rows for segment in snapshot.segments]
+        position = snapshot.gather(np.arange(sum(rows)))["position"]
+    assert rows == [each * -(-max(1, 512 >> 10 - number) // each) for number in range(6)]
+    for of_segment in np.split(position // [16, 8] @ [4, 1], np.cumsum(rows)[:-1]):
+        assert (np.bincount(of_segment) % each == 0).all()
+    row = next(iter(source(np.random.default_rng(0))))
+    assert row["data"].shape == (5, 4, 2)
 
 
 def test_windows_of_a_chunk_are_different(tmp_path):

@@ -336,15 +336,14 @@ def whole_chunks(source_uri: str) -> dict[str, float]:
         began = time.perf_counter()
         source = ArrayWindows([source_uri], (1, 4096), windows_per_chunk=64)
         cache = ac.Cache.create(f"{folder}/cache", source.schema, "1GB", "32MiB")
-        rows = 64 * MIB // 4096
         with (
-            ac.SamplerPool(cache, source, workers=2, reads=32, progress=False) as pool,
+            ac.SamplerPool(cache, source, workers=2, segments=17, reads=32, progress=False) as pool,
             ac.Loader(cache, 64) as loader,
         ):
             next(iter(loader))
             first = time.perf_counter() - began
-            pool.wait(rows=rows, timeout=60)
-        with ac.Loader(cache, 64) as loader:
+            pool.wait(timeout=60)
+            assert cache.stats().rows >= 64 * MIB // 4096
             nbytes = sum(each.nbytes for batch in loader for each in batch.values())
             cold = nbytes / (time.perf_counter() - began) / 1e6
             since = time.perf_counter()

@@ -121,8 +121,13 @@ def test_a_pool_on_an_executor_of_the_users_loads_no_process_pool(tmp_path):
 
 @pytest.mark.slow
 def test_ready_samplers_load_no_reader_before_they_need_it():
-    loaded = loaded_by("import arrowcache, arrowcache.sampling.sources")
-    assert not tops(loaded) & {"zarr", "h5py", "fsspec", "PIL", "torch", "tensorflow", "jax"}
+    loaded = loaded_by("from arrowcache.sampling.sources import *")
+    assert not tops(loaded) & {"zarr", "h5py", "fsspec", "pandas", "PIL", "torch", "tensorflow", "jax"}
+    for name, module in (("ParquetRows", "parquet"), ("ArrayWindows", "windows"), ("Items", "items")):
+        loaded = loaded_by(f"from arrowcache.sampling.sources import {name}; {name}.__doc__")
+        others = {"parquet", "windows", "items", "shards"} - {module}
+        assert not loaded & {f"arrowcache.sampling.sources.{other}" for other in others}
+        assert "pandas" not in tops(loaded), "a worker process waits for it, and so does the first batch"
 
 
 # the names

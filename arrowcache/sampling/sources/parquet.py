@@ -13,15 +13,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pyarrow import NativeFile, acero
+from pyarrow import NativeFile
 
 from arrowcache.arrow.expression import REPLACE_IT, reason_of, shown, type_of
 from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields, values_of
@@ -39,6 +38,9 @@ from arrowcache.sampling.sources.handles import Handles, Once
 from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, at_once, locate
 from arrowcache.sampling.sources.source import Source, of_task, shuffle_of
 from arrowcache.units import format_count, parse_count
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as pads
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _MOST_OPEN = 128  # files, with their footers
@@ -395,6 +397,8 @@ class _Footer(NamedTuple):
 def _footer(
     store: ObjectStore, file: ListedFile, condition: pc.Expression | None, sized: Sequence[str] | None
 ) -> _Footer:
+    import pyarrow.dataset as pads  # which imports pandas; workers do not need it
+
     fragment = pads.ParquetFileFormat().make_fragment(file.path, store.filesystem, file_size=file.nbytes)
     fragment.ensure_complete_metadata()
     fields = fragment.physical_schema
@@ -487,6 +491,8 @@ def _filtered(table: pa.Table, condition: pc.Expression) -> pa.Table:
     """Return the rows for which a condition is true, in order and plain. As Table.filter, in this thread."""
     columns = [pa.chunked_array(map(plain, each.chunks), plain_type(each.type)) for each in table.columns]
     table = pa.table(columns, table.column_names)
+    from pyarrow import acero  # as pyarrow.dataset
+
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
     chosen = acero.Declaration("filter", acero.FilterNodeOptions(condition))
     return acero.Declaration.from_sequence([source, chosen]).to_table(use_threads=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -47,10 +48,19 @@ def fill(cache: ac.Cache, count: int, first: int = 0, seed: int = 0) -> int:
     return int(lengths.sum())
 
 
+@pytest.fixture(scope="module")
+def of_documents(tmp_path_factory):
+    """The folder of a closed cache, to be copied, and how many tokens it has."""
+    path = tmp_path_factory.mktemp("documents") / "cache"
+    with make_cache(path, SCHEMA, capacity="64MiB", segment_bytes="1MiB") as cache:
+        return path, fill(cache, DOCUMENTS)
+
+
 @pytest.fixture
-def cache(tmp_path):
-    cache = make_cache(tmp_path / "cache", SCHEMA, capacity="64MiB", segment_bytes="1MiB")
-    cache.expected = fill(cache, DOCUMENTS)
+def cache(tmp_path, of_documents):
+    path, tokens = of_documents
+    cache = ac.Cache.open(shutil.copytree(path, tmp_path / "cache", copy_function=shutil.copy))
+    cache.expected = tokens
     return cache
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import EVERY_TYPE, columns_of, limit, make_cache, publish, segment_files
-from quick import first_is_quick
+from quick import first_is_quick, in_part
 
 pytest.importorskip("matplotlib", reason="the extra 'explore' is not installed")
 
@@ -86,7 +86,7 @@ def test_a_monitor_goes_on_while_its_history_is_drawn(cache, history, plot):
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
-        for _ in range(20):
+        for _ in range(in_part(20)):
             plot(*([cache, history] if plot is plot_growth else [history]), ax=ax)
             ax.clear()
     finally:

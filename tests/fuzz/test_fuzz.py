@@ -19,7 +19,7 @@ from quick import in_part
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_damaged_segments_settings_names_and_states_are_refused_or_read_as_written(tmp_path):
-    count = in_part(200, 2)
+    count = in_part(200, 3)
     cases = all_cases(count, (*SEGMENT_KINDS, *OTHER_KINDS), ("fixed", "mixed"))
     report = run(cases, seed=0, workers=2, found=tmp_path / "found")
     assert report.defects == []

@@ -70,13 +70,20 @@ def publish(store, indices):
         writer.abort()
 
 
-@pytest.fixture
-def store(tmp_path):
-    """Of 40 small segments of 5 items each."""
-    store = make_store(tmp_path / "cache")
+@pytest.fixture(scope="module")
+def small_segments(tmp_path_factory):
+    """The folder of a closed cache, to be copied."""
+    store = make_store(tmp_path_factory.mktemp("small") / "cache")
     for first in range(0, LENGTH, 5):
         publish(store, range(first, first + 5))
-    return store
+    ac.Cache(store).close()
+    return store.folder.path
+
+
+@pytest.fixture
+def store(tmp_path, small_segments):
+    """Of 40 small segments of 5 items each."""
+    return make_store(shutil.copytree(small_segments, tmp_path / "cache", copy_function=shutil.copy))
 
 
 def nothing():

@@ -68,7 +68,7 @@ def said_of(some, rng, is_exact):
     return Said(*map(np.concatenate, zip(*said, strict=True))), model
 
 
-@settings(max_examples=in_part(150), deadline=None)
+@settings(max_examples=in_part(150, 6), deadline=None)
 @given(st.data(), st.sampled_from([MARKS, (VALUE,)]), st.integers(0, 99), st.sampled_from([1 << 20, 50]))
 def test_lines_say_what_a_dict_does(data, whats, seed, at_once):
     rng, model, notes = np.random.default_rng(seed), {}, NO_LINES

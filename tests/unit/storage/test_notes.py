@@ -302,7 +302,7 @@ def test_who_reads_while_others_write_and_merge_sees_each_call_wholly(cache):
     is_over = threading.Event()
 
     def write() -> None:
-        for turn in range(in_part(150)):
+        for turn in range(in_part(150, 5)):
             [cache.exclude, cache.include][turn % 2](ALL)
         is_over.set()
 
@@ -419,7 +419,7 @@ def test_on_a_full_cache_the_oldest_segments_make_room_for_notes(tmp_path):
     publish(cache, 60)
     newest = cache.stats().next_seq - 1
     rows = [(newest, row) for row in range(16)]
-    for number in range(in_part(100)):
+    for number in range(in_part(100, 6)):
         cache.tag(rows, f"tag {number}")
         assert cache.stats().allocated_bytes <= cache.stats().capacity_bytes
     publish(cache, 60)

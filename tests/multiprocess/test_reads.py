@@ -223,6 +223,35 @@ def test_a_read_that_ends_its_process_is_a_failure_of_its_task_alone(tmp_path, f
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [1, 8, 64])
+def test_a_task_has_the_same_rows_whatever_befalls_its_reads(tmp_path, folder, reads):
+    def read(key: int, is_late: bool, fails: bool, kills: bool) -> dict:
+        is_first = not (folder / f"{key}").exists()
+        (folder / f"{key}").touch()
+        if kills and is_first:
+            os._exit(7)
+        if fails and is_first:
+            raise ConnectionResetError("reset")
+        time.sleep(0.3 * (is_late and is_first))
+        return row(key)
+
+    def sampler(rng):
+        (task,) = rng.bit_generator.seed_seq.spawn_key
+        for number in itertools.count():
+            befalls = number == 3, number % 5 == 4, task in (9, 12) and number == 2
+            yield partial(read, int(rng.integers(1 << 20)), *befalls)
+
+    sampler.hedge = True
+    cache = make_cache(tmp_path / "cache")
+    with ac.SamplerPool(cache, sampler, 2, segments=13, reads=reads, progress=False) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+        stats = pool.stats()
+    require_as_ever(cache, 13)
+    assert stats.retries > 0
+    assert stats.read_retries > 0
+
+
 def test_an_error_of_a_read_names_where_it_was_raised(tmp_path):
     def sampler(rng):
         def read_of_the_user(key: int) -> dict:

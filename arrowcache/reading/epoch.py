@@ -45,8 +45,6 @@ from arrowcache.storage.store import Store
 if TYPE_CHECKING:
     from typing import Self
 
-_ALL = slice(None)  # steps of an epoch
-
 
 class Epoch:
     """One pass: its snapshot and order, the progress of its delivery, and its counts in the cache.
@@ -71,11 +69,11 @@ class Epoch:
     ) -> None:
         self.shard = shard
         self.planned, self.number = planned, planned.epoch  # as of `Epochs.planned`
-        self.delivered = 0  # steps, of those made here
+        self.delivered = 0  # steps
         self.within: Within | None = planned.within  # the bundle at its position
         self.steps: int | None = None  # batches of sequences, once their number is known
         self._supply, self._agreement, self._meter = supply, agreement, meter
-        self._steps, self._share, self._is_in_order = range(0), share, False
+        self._share, self._is_in_order = share, False
         self._rows = 0  # rows that count as served
         self._passes: tuple[NDArray[np.int64], int] | None = None  # passes over segments with these numbers
         self._origin = Origin()
@@ -85,15 +83,14 @@ class Epoch:
         self.on_end: Callable[[], object] | None = None  # has others make no more batches of it
         _living.add(self)
 
-    def begin(self, plan: Plan, order: Order, steps: range) -> None:
-        """Set what it reads, and count the rows of some steps, those made here, as served."""
+    def begin(self, plan: Plan, order: Order) -> None:
+        """Set what it reads, and count its rows as served."""
         if self._supply.is_paced:
-            rows = round(order.rows_of(steps) * self._share)
+            rows = round(order.rows_of(range(order.steps)) * self._share)
             with self._supply.store.locked():
                 self._supply.store.usage.add_served(rows)
                 self._rows = rows
         self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
-        self._steps = steps
 
     # what the cache counts
 
@@ -121,8 +118,7 @@ class Epoch:
         Never fails: it may be called by the garbage collector, in a thread that has
         cache.lock.
         """
-        delivered = self._steps[: self.delivered]
-        served = round(self.order.rows_of(delivered) * self._share) if delivered else 0
+        served = round(self.order.rows_of(range(self.delivered)) * self._share) if self.delivered else 0
         rest, self._rows = self._rows - served, served
         passes, self._passes = None if served else self._passes, None
         if (rest > 0 or passes) and self._origin.is_here:
@@ -143,8 +139,7 @@ class Epoch:
         """Count delivered steps. An epoch in order also releases segments that no later batch needs.
 
         Args:
-            step: all batches before this step were delivered, or are made elsewhere. None means that batches
-                are made here, all of them, and delivered in order.
+            step: all batches before this step were delivered. None: they are delivered in order.
             within: how far the epoch is after them, within a bundle of documents.
         """
         self.delivered, self.within = self.delivered + count, within
@@ -199,20 +194,14 @@ at_exit(_end_all)
 
 
 class Epochs:
-    """Begins one epoch after another.
+    """Begins one epoch after another."""
 
-    Args:
-        known: as of `Supply`.
-    """
-
-    def __init__(
-        self, store: Store, options: LoaderOptions, meter: Meter, known: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self._store, self._options, self._meter = store, options, meter
         self._membership: Membership | None = None
         self._agreement: Agreement | None = None
         self._shard, self._has_joined = Shard(), False
-        self.supply = Supply(store, options, meter, known)
+        self.supply = Supply(store, options, meter)
         self._lengths = None if options.budget is None else Lengths(options.budget)
         #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
         self.planned = self.plan_of(0)
@@ -229,19 +218,16 @@ class Epochs:
     def next_number(self, number: int) -> None:
         self.planned = self.plan_of(number)
 
-    def join(self, membership: Membership | None, shard: Shard | None = None) -> None:
+    def join(self, membership: Membership | None) -> None:
         """Be this rank of this job from the next epoch on. None keeps the rank, at first a single process.
 
         No epoch is in progress.
 
-        Args:
-            shard: this rank's part of each step, where the membership does not say it.
         Raises: ValueError: the options do not fit so many ranks.
         """
         if self._has_joined and membership in (None, self._membership):
             return
-        if shard is None:
-            shard = Shard(membership.rank, membership.world_size) if membership else Shard()
+        shard = Shard(membership.rank, membership.world_size) if membership else Shard()
         self._options.require_fit(self._store, shard.world_size)
         self.close()
         self._membership, self._shard, self._has_joined = membership, shard, True
@@ -263,8 +249,8 @@ class Epochs:
         """Let the next epoch be the rest of a planned one, or one of its number if nothing is planned.
 
         Args:
-            missing: treatment of rows whose segments have left the cache: "skip" them, with a warning;
-                "raise"; or "keep" their steps, as of `ResumedSteps`.
+            missing: treatment of rows whose segments have left the cache: "skip" them, with a warning, or
+                "raise".
         """
         self.planned = plan if len(plan.seqs) else self.plan_of(plan.epoch)
         self._missing, self.progress, self._lost_ahead = missing, None, None
@@ -287,17 +273,15 @@ class Epochs:
         self.next_number, self.progress = plan.epoch + 1, None
         return True
 
-    def begin(self, wait: Wait = Wait(), made: slice = _ALL) -> Epoch | None:  # noqa: B008 - it is a value
+    def begin(self, wait: Wait = Wait()) -> Epoch | None:  # noqa: B008 - it is a value
         """Begin the next epoch: take its snapshot.
 
-        Args:
-            made: the range of steps that this process makes.
         Blocks: until enough rows are published.
         Returns: the epoch, or None: the wait was cancelled.
         Raises: LoaderTimeoutError: too few rows came in time. MissingSegmentsError: see `resume`.
         """
         self._lost_ahead = None
-        epoch = self._begin(self.planned, wait, made=made)
+        epoch = self._begin(self.planned, wait)
         if epoch is not None:
             try:
                 self._come_to(epoch)
@@ -352,9 +336,7 @@ class Epochs:
         self.next_number = epoch.number + 1
         self.supply.warn(snapshot)
 
-    def _begin(
-        self, planned: Plan, wait: Wait | None, *, made: slice = _ALL, ahead: bool = False
-    ) -> Epoch | None:
+    def _begin(self, planned: Plan, wait: Wait | None, *, ahead: bool = False) -> Epoch | None:
         """Return an epoch that owns all that was taken for it; a failure releases all."""
         options, is_rest = self._options, len(planned.seqs) > 0
         share = 1 / self._shard.world_size if options.packing else 1.0
@@ -382,7 +364,7 @@ class Epochs:
                         lengths = self._lengths.of(snapshot)
                 plan = planned if is_rest else self.plan_of(planned.epoch, snapshot, lengths)
                 order = self._order(plan, snapshot.segments, self._missing, lengths)
-                epoch.begin(plan.among(snapshot.segments), order, range(order.steps)[made])
+                epoch.begin(plan.among(snapshot.segments), order)
             self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
             undo.pop_all()
         return epoch
@@ -438,10 +420,7 @@ class Epochs:
                 lengths = np.ones(sum(segment.rows for segment in present), np.int32)
             order = BudgetOrder(plan, present, lengths, options.budget.tokens, self._shard, options.drop_last)
         else:
-            keeps_steps, shard = missing == "keep", self._order_shard
-            order = order_of(
-                plan, present, options.most_rows, shard, options.drop_last, keeps_steps=keeps_steps
-            )
+            order = order_of(plan, present, options.most_rows, self._order_shard, options.drop_last)
         gone = len(plan.seqs) - len(present)
         if order.missing or (gone and plan.weights is not None):
             which = f"{order.missing} rows" if plan.weights is None else "draws from some segments"

@@ -287,68 +287,11 @@ class ResumedOrder(EvenOrder):
         return range(int(before[start]), int(before[stop]))
 
 
-class ResumedSteps(EpochOrder):
-    """As `ResumedOrder`, but each step keeps its number, even if rows are missing.
-
-    So workers can resume an epoch without knowing how far each other had come: none takes a row that
-    another has delivered. If rows of a step are missing, its other rows are dealt out among the ranks
-    anew, evenly. If fewer rows than ranks remain, all ranks skip the step. So ranks have the same number
-    of steps, if they agree on which segments are present.
-    """
-
-    def __init__(
-        self, plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
-    ) -> None:
-        super().__init__(plan, batch_size, shard, drop_last)
-        self._of_all_ranks = EpochOrder(plan, batch_size * shard.world_size, Shard(), drop_last)
-        self._present = Present(plan, present)
-        self.selected = self._present.selected
-
-    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
-        steps = [self._step(step) for step in range(first, min(last, self.steps))]
-        return np.concatenate(steps) if steps else np.empty(0, np.int64)
-
-    def _step(self, step: int) -> NDArray[np.int64]:
-        ids, _ = self._present.renumber(self._of_all_ranks.numbers(step, step + 1))
-        size, rank, world_size = self.batch_size, self._shard.rank, self._shard.world_size
-        if len(ids) < world_size:
-            return ids[:0]
-        if len(ids) == self.step_rows:
-            return ids[rank * size : (rank + 1) * size]
-        return np.array_split(ids, world_size)[rank]
-
-    def segments_span(self, step: int) -> range:
-        planned, before = super().segments_span(step), self._present.segments_before
-        return range(int(before[planned.start]), int(before[planned.stop]))
-
-    def lost_rows(self, steps: range) -> int:
-        """Return the rows of this rank's part of these steps whose segments are missing. Walks the order."""
-        size, lost = self.batch_size, 0
-        at_once = max(1, _CHUNK_ROWS // size)
-        for first in range(steps.start, steps.stop, at_once):
-            ids = super().numbers(first, min(first + at_once, steps.stop))
-            step = first + np.arange(len(ids)) // size
-            mine = (step - steps.start) % steps.step == 0
-            lost += int((mine & ~self._present.renumber(ids)[1]).sum())
-        return lost
-
-
 def order_of(
-    plan: Plan,
-    present: Sequence[SegmentInfo],
-    batch_size: int,
-    shard: Shard,
-    drop_last: bool,
-    *,
-    keeps_steps: bool = False,
+    plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
 ) -> EvenOrder:
-    """Return the order of a plan over the segments still present, with row ids of a snapshot of these.
-
-    Args:
-        keeps_steps: each step keeps its number, even if rows are missing.
-    """
+    """Return the order of a plan over the segments still present, with row ids of a snapshot of these."""
     plan = plan.among(present)
     if len(present) == len(plan.seqs):
         return EpochOrder(plan, batch_size, shard, drop_last)
-    kind = ResumedSteps if keeps_steps else ResumedOrder
-    return kind(plan, present, batch_size, shard, drop_last)
+    return ResumedOrder(plan, present, batch_size, shard, drop_last)

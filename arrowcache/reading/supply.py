@@ -38,17 +38,11 @@ _GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
 
 
 class Supply:
-    """The rows that one loader finds in its cache, and those it leaves to writers.
+    """The rows that one loader finds in its cache, and those it leaves to writers."""
 
-    Args:
-        known: `names` of another one with these options, which are not looked for again.
-    """
-
-    def __init__(
-        self, store: Store, options: LoaderOptions, meter: Meter, known: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self.store, self._where, self._meter = store, options.where, meter
-        expect = [*options.expect, *known]
+        expect = options.expect
         self._selection = Selection(store, options.rows, expect)
         self._weighing = None if options.weights is None else Weighing(store, options.weights, expect)
         functions = [self._selection.function, None if self._weighing is None else self._weighing.function]
@@ -98,11 +92,6 @@ class Supply:
 
     def _chosen_by(self, verb: str) -> str:
         return f"{' and '.join(self._choose)} {verb}{'s' * (len(self._choose) == 1)}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tags and annotations that `rows` names."""
-        return self._selection.names
 
     @property
     def has_functions(self) -> bool:

@@ -6,7 +6,6 @@ try:
     from arrowcache.torch.cached_loader import CachedLoader
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
-    from arrowcache.torch.iterable import CacheIterableDataset
     from arrowcache.torch.loader import Loader
     from arrowcache.torch.packed_loader import PackedLoader, packed
 except ModuleNotFoundError as error:
@@ -16,7 +15,6 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "CacheDataset",
-    "CacheIterableDataset",
     "CachedDataset",
     "CachedLoader",
     "CachedStats",

@@ -27,7 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.multiprocessing import get_sharing_strategy
 from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from arrowcache import linux
 from arrowcache.errors import WorkerError
@@ -94,15 +94,6 @@ def _received(arrival: Arrival | None, packed: bytes | ExceptionWrapper) -> Any:
 
 def collate(batch: Any, *, collate_fn_map: object = None) -> Any:  # noqa: ARG001
     """Collate for torch's default_collate. In a worker pickling does the rest; else the consumer has it."""
-    if isinstance(batch, list):  # of an IterableDataset: DataLoader's default batch_size is 1
-        if isinstance(batch[0], Result):
-            return Result(default_collate([each.result for each in batch]))  # type: ignore[no-untyped-call]
-        if len(batch) > 1:
-            raise ValueError(
-                f"a CacheIterableDataset yields batches already, and the DataLoader was to put {len(batch)} "
-                "of them into one: give the batch size to the dataset, and batch_size=None to the DataLoader"
-            )
-        (batch,) = batch
     if get_worker_info() is not None:
         return batch
     return batch.result if isinstance(batch, Result) else dict(batch)
@@ -133,13 +124,6 @@ def failure(where: str) -> ExceptionWrapper:
     if not _can_be_sent(wrapper.exc_type):
         wrapper.exc_type = WorkerError  # the text has all of it
     return wrapper
-
-
-def sendable(error: Exception) -> Exception:
-    """Return an exception that torch can send: itself, or its text if its class cannot be pickled."""
-    if _can_be_sent(type(error)):
-        return error
-    return WorkerError(f"{type(error).__qualname__}: {error}")
 
 
 def _can_be_sent(kind: object) -> bool:

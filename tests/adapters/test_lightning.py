@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
 
 # The warnings are Lightning's, not ours: it calls what torch has deprecated, and has advice on workers.
 pytestmark = [
@@ -131,7 +131,6 @@ WAYS = {
     "a loader, on a device": (lambda cache: Loader(cache, 4, device="cpu"), {}),
     "a DataLoader": (lambda cache: nullcontext(dataloader(cache, 4, num_workers=0)), AGAIN),
     "its workers": (lambda cache: nullcontext(dataloader(cache, 4, num_workers=2)), AGAIN),
-    "an iterable": (lambda cache: nullcontext(DataLoader(CacheIterableDataset(cache, 4), None)), {}),
 }
 
 

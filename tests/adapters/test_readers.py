@@ -61,26 +61,11 @@ def stock(workers: int, context: str | None = None, has: frozenset[str] = OF_DAT
     return Face(make, has)
 
 
-def iterable(workers: int, context: str | None = None, *, persistent: bool = False) -> Face:
-    def make(cache: ac.Cache, size: int, **options: Any) -> Stock:
-        dataset = at.CacheIterableDataset(cache, size, **options)
-        loader = DataLoader(
-            dataset, batch_size=None, num_workers=workers, multiprocessing_context=context,
-            persistent_workers=persistent,
-        )  # fmt: skip
-        return Stock(loader, dataset)
-
-    return Face(
-        make, OF_DATALOADERS - {"ranks"} | ({"state", "epochs beside another"} if not workers else set())
-    )
-
-
 FACES = {
     "numpy": loader_face(ac.Loader),
     "torch": loader_face(at.Loader),
     "device": loader_face(at.Loader, device="cpu"),
     "dataloader": stock(0, has=OF_DATALOADERS | {"epochs beside another"}),
-    "iterable": iterable(0),
     "numpy, threads": loader_face(ac.Loader, workers=2, worker_type="thread"),
     "torch, threads": loader_face(at.Loader, workers=2, worker_type="thread"),
     "device, threads": loader_face(at.Loader, workers=2, worker_type="thread", device="cpu"),
@@ -88,8 +73,6 @@ FACES = {
     "torch, processes": loader_face(at.Loader, workers=2),
     "prefetcher": Face(Prefetched, OF_LOADERS - {"one epoch", "close", "fork", "state", "repeat"}),
     "dataloader, forked": stock(2, "fork"),
-    "iterable, forked": iterable(2, "fork"),
-    "iterable, persistent": iterable(2, "fork", persistent=True),
 }
 
 

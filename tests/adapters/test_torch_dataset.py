@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import multiprocessing
 import pickle
 import subprocess
@@ -12,7 +11,6 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
-import cloudpickle
 import numpy as np
 import pytest
 from helpers import append_rows, flip_byte, ids_of, in_child, make_cache, publish, segment_files, wait_until
@@ -29,7 +27,7 @@ from torch.utils.data import DataLoader
 import arrowcache as ac
 from arrowcache.reading.plan import segments_of
 from arrowcache.storage.folder import Folder
-from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
 from arrowcache.torch.descriptor import Descriptor
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
@@ -292,20 +290,6 @@ def test_a_state_of_draws_by_weights_goes_on_in_another_process_with_the_same_dr
         pass
 
 
-@pytest.mark.parametrize("taken", [1, 5])
-def test_an_iterable_of_draws_by_weights_is_resumed_elsewhere_too(cache, taken):
-    whole = ids_of(CacheIterableDataset(cache, 10, weights="id", seed=3))
-    dataset = CacheIterableDataset(cache, 10, weights="id", seed=3)
-    epoch = iter(dataset)
-    begun = ids_of(next(epoch) for _ in range(taken))
-    state = json.loads(json.dumps(dataset.state_dict()))
-    del epoch
-    again = CacheIterableDataset(ac.Cache.open(cache.path), 10, weights="id", seed=3)
-    again.load_state_dict(state)
-    for each in (cloudpickle.loads(cloudpickle.dumps(again)), again):
-        assert begun + ids_of(each) == whole
-
-
 def test_the_dataloader_draws_by_weights(cache):
     with Loader(cache, 16, weights="id") as loader:
         expected = ids_of(loader)
@@ -394,13 +378,8 @@ def test_what_cannot_be_pickled_for_a_worker_is_told_so(cache):
     def locked(batch, lock=threading.Lock()):  # noqa: B008  # one that is there before the worker
         return batch
 
-    for dataset in (
-        CacheDataset(cache, transform=locked),
-        CacheIterableDataset(cache, transform=locked),
-        CacheIterableDataset(cache, where=locked),
-    ):
-        with pytest.raises(TypeError, match="in its first call, not before"):
-            pickle.dumps(dataset)
+    with pytest.raises(TypeError, match="in its first call, not before"):
+        pickle.dumps(CacheDataset(cache, transform=locked))
 
 
 def test_an_error_of_a_gather_is_an_answer_and_not_an_exception_in_torchs_thread(tmp_path, answer):
@@ -523,8 +502,7 @@ def test_a_killed_worker_is_an_error_and_leaves_no_lease(cache):
 CLASSES = """
 import sys
 from typing import Any, NamedTuple
-from torch.utils.data import DataLoader
-from arrowcache.torch import CacheIterableDataset, dataloader
+from arrowcache.torch import dataloader
 
 class Pair(NamedTuple):
     ids: Any
@@ -539,12 +517,8 @@ if __name__ == "__main__":
     factor = 3  # a function goes by value, with its globals
     path, context = sys.argv[1:]
     options = {"num_workers": 1, "multiprocessing_context": context}
-    iterable = CacheIterableDataset(path, 16, transform=pair)
-    for loader in (
-        dataloader(path, 16, transform=pair, **options), DataLoader(iterable, batch_size=None, **options)
-    ):
-        batches = list(loader)
-        print(all(type(batch) is Pair for batch in batches), sum(int(batch.ids.sum()) for batch in batches))
+    batches = list(dataloader(path, 16, transform=pair, **options))
+    print(all(type(batch) is Pair for batch in batches), sum(int(batch.ids.sum()) for batch in batches))
 """
 
 
@@ -557,7 +531,7 @@ def test_a_transform_of_a_script_may_return_instances_of_its_classes(cache, tmp_
         [sys.executable, str(script), str(cache.path), context],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert done.stdout.splitlines() == [f"True {3 * sum(range(160))}"] * 2, done.stderr
+    assert done.stdout.splitlines() == [f"True {3 * sum(range(160))}"], done.stderr
 
 
 # what travels
@@ -665,18 +639,12 @@ def test_a_stateful_dataloader_resumes_in_the_middle_of_an_epoch(cache, stateful
     assert sorted(following) == list(range(160))
 
 
-@pytest.mark.parametrize("reader", ["loader", "sampler", "iterable"])
+@pytest.mark.parametrize("reader", ["loader", "sampler"])
 def test_a_state_of_segments_that_this_cache_cannot_have_is_refused_and_walked_by_nobody(cache, reader):
     """Walking so many rows takes years."""
     with Loader(cache, 8) as loader:
         state = loader.state_dict() | {"segments": [[0, 1, 16], [1, 1, 10**12]]}
-        readers = {
-            "loader": loader,
-            "sampler": iter(EpochBatchSampler(cache, 8)),
-            "iterable": CacheIterableDataset(cache, 8),
-        }
-        if reader == "iterable":
-            state = {"format": "arrowcache.iterable", "plan": state, "made": 1, "workers": 1}
+        readers = {"loader": loader, "sampler": iter(EpochBatchSampler(cache, 8))}
         with pytest.raises(ValueError, match=r"of another cache: it has segments of 1000000000000 rows"):
             readers[reader].load_state_dict(state)
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import ids_of, nearly_full
 from torch.utils.data import DataLoader
 
-from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
 
 EVERY_ROW = list(range(5000))
 _OLDEST_TWO = 2656  # rows of two of the four segments of `nearly_full`
@@ -30,17 +30,11 @@ def by_dataset(cache):
     return DataLoader(CacheDataset(cache), batch_sampler=sampler)
 
 
-def by_iterable(cache, workers):
-    return DataLoader(CacheIterableDataset(cache, 100, drop_last=False), None, num_workers=workers)
-
-
 WAYS = {
     "loader": lambda cache: Loader(cache, 100, drop_last=False),
     "dataloader": lambda cache: dataloader(cache, 100, 0, drop_last=False),
     "dataset": by_dataset,
-    "iterable": lambda cache: by_iterable(cache, 0),
     "workers": lambda cache: dataloader(cache, 100, 2, drop_last=False),
-    "workers of an iterable": lambda cache: by_iterable(cache, 2),
 }
 
 
@@ -52,7 +46,7 @@ def test_every_epoch_has_every_row_where_nobody_writes(idle, way):
         assert sorted(ids_of(batches)) == EVERY_ROW
 
 
-@pytest.mark.parametrize("way", [*WAYS][:4])
+@pytest.mark.parametrize("way", [*WAYS][:3])
 def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, way):
     batches = WAYS[way](cache)
     with cache.writer():
@@ -64,7 +58,7 @@ def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS][4:])
+@pytest.mark.parametrize("way", [*WAYS][3:])
 def test_workers_leave_the_same_rows_to_an_open_writer(cache, way):
     batches = WAYS[way](cache)
     with cache.writer(), warnings.catch_warnings():
@@ -84,30 +78,3 @@ def test_a_sampler_tells_how_many_rows_and_how_many_batches(cache):
         assert sampler.left_out_rows == _OLDEST_TWO
     ids_of(loader)
     assert sampler.left_out_rows == 0
-
-
-@pytest.mark.slow
-def test_workers_that_live_for_one_epoch_know_what_was_published_since_and_warn_once(cache):
-    said = cache.path.parent / "said"
-
-    def note(message: Warning | str, *_: object) -> None:
-        with said.open("a") as file:
-            print(message, file=file)
-
-    def note_warnings(_: int) -> None:
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-
-    dataset = CacheIterableDataset(cache, 100, drop_last=False)
-    loader = DataLoader(
-        dataset, None, num_workers=2, worker_init_fn=note_warnings, multiprocessing_context="fork"
-    )
-    assert sorted(ids_of(loader)) == EVERY_ROW
-    with cache.writer() as writer:
-        for number in range(5000, 5010):
-            writer.append({"id": number, "data": [0] * 480})
-    assert 0 not in ids_of(loader), "something was published since"
-    assert sorted(ids_of(loader)) == list(range(5010)), "nothing was since"
-    with cache.writer():
-        assert 0 not in ids_of(loader)
-    assert said.read_text().count("an epoch leaves out") == 1

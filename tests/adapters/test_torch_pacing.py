@@ -6,7 +6,6 @@ import pytest
 from helpers import make_cache, publish
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
-from torch.utils.data import DataLoader
 
 import arrowcache as ac
 import arrowcache.torch as at
@@ -40,25 +39,3 @@ def test_the_length_of_the_next_epoch_leaves_out_what_was_served_often_enough(ca
     assert len(loader) == sum(1 for _ in loader) == 4
     publish(cache, 2)
     assert len(loader) == sum(1 for _ in loader) == 2
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_the_workers_of_an_iterable_dataset_count_their_own_batches(cache, workers):
-    dataset = at.CacheIterableDataset(cache, 10, drop_last=False)
-    assert sum(1 for _ in DataLoader(dataset, batch_size=None, num_workers=workers)) == 7
-    assert cache.stats().served_rows == 64
-    assert cache.stats().times_served == 1
-
-
-def test_an_iterable_dataset_that_is_left_and_resumed_counts_each_batch_once(cache):
-    dataset = at.CacheIterableDataset(cache, 16)
-    batches = iter(dataset)
-    next(batches)
-    state = dataset.state_dict()
-    del batches
-    assert cache.stats().served_rows == 16
-    resumed = at.CacheIterableDataset(cache, 16)
-    resumed.load_state_dict(state)
-    assert sum(1 for _ in resumed) == 3
-    assert cache.stats().served_rows == 64
-    assert cache.stats().times_served == 1

@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import arrowcache as ac  # noqa: E402
-from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler  # noqa: E402
+from arrowcache.torch import CacheDataset, EpochBatchSampler  # noqa: E402
 from arrowcache.torch.transport import failure, pack, unpack  # noqa: E402
 
 
@@ -94,15 +94,10 @@ def cache(tmp_path):
     return made
 
 
-def map_style(cache, transform):
+def loader_of(cache, transform):
     sampler = EpochBatchSampler(cache, 16)
     dataset = CacheDataset(cache, transform=transform)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=1, timeout=DEADLINE_SECONDS)
-
-
-def iterable_style(cache, transform):
-    dataset = CacheIterableDataset(cache, 16, transform=transform)
-    return DataLoader(dataset, batch_size=None, num_workers=1, timeout=DEADLINE_SECONDS)
 
 
 TRANSFORMS = {
@@ -112,26 +107,14 @@ TRANSFORMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_loader", [map_style, iterable_style])
 @pytest.mark.parametrize("what", TRANSFORMS)
-def test_the_consumer_gets_an_error_in_place_of_what_cannot_be_sent(cache, make_loader, what):
+def test_the_consumer_gets_an_error_in_place_of_what_cannot_be_sent(cache, what):
     transform, words = TRANSFORMS[what]
-    loader = make_loader(cache, transform)
+    loader = loader_of(cache, transform)
     with pytest.raises(Exception, match=words) as caught:
         next(iter(loader))
     assert "DataLoader timed out" not in str(caught.value)
-    assert len(list(make_loader(cache, lambda batch: {"n": np.array([len(batch["id"])])}))) == 4
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("batch_size", [None, 1])
-def test_what_is_no_dict_arrives_from_an_iterable_as_torch_makes_it_of_it(cache, workers, batch_size):
-    dataset = CacheIterableDataset(cache, 16, None, transform=lambda batch: int(batch["id"][0]))
-    got = list(DataLoader(dataset, batch_size=batch_size, num_workers=workers, timeout=0))
-    if batch_size is None:
-        assert got == [0, 16, 32, 48]
-    else:
-        assert [value.tolist() for value in got] == [[0], [16], [32], [48]]
+    assert len(list(loader_of(cache, lambda batch: {"n": np.array([len(batch["id"])])}))) == 4
 
 
 #: A receiver hangs up between any two steps in which it takes memory from a worker, as Ctrl-C has it do.
@@ -141,9 +124,8 @@ from multiprocessing import process, reduction, resource_sharer
 from multiprocessing.connection import Client
 import torch
 import arrowcache as ac
-from arrowcache.torch import CacheIterableDataset, Loader, cached, dataloader
+from arrowcache.torch import Loader, cached, dataloader
 from datasets_of_items import Numbers
-from torch.utils.data import DataLoader
 
 path, face, step = sys.argv[1:]
 
@@ -167,7 +149,6 @@ resource_sharer._ResourceSharer.get_connection = staticmethod(hangs_up)
 loader = {
     "items": lambda: Loader(cached(Numbers(64), path + "-items", capacity="16MiB"), 8, workers=1),
     "dataloader": lambda: dataloader(path, 8, 1, transform=dict),
-    "iterable": lambda: DataLoader(CacheIterableDataset(path, 8), batch_size=None, num_workers=1),
 }[face]()
 try:
     for _ in loader:
@@ -178,7 +159,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("step", ["connected", "known", "asked"])
-@pytest.mark.parametrize("face", first_is_quick(["items", "dataloader", "iterable"]))
+@pytest.mark.parametrize("face", first_is_quick(["items", "dataloader"]))
 def test_ctrl_c_while_a_batch_is_received_prints_nothing_in_the_worker(cache, face, step):
     """It was a traceback of multiprocessing.resource_sharer, at times."""
     with Script(HANGS_UP, cache.path, face, step) as script:

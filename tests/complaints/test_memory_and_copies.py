@@ -55,14 +55,12 @@ NO_SHM = """
             check(loader, 1)
         if sys.argv[2] == "torch":
             import torch
-            from torch.utils.data import DataLoader
-            from arrowcache.torch import CacheIterableDataset, Loader, dataloader
+            from arrowcache.torch import Loader, dataloader
 
             with Loader(path, 64, workers=2, transform=changed) as loader:
                 check(loader, 1)
             check(dataloader(path, 64, 2), 0)
             check(dataloader(path, 64, 2, transform=changed), 1)
-            check(DataLoader(CacheIterableDataset(path, 64), batch_size=None, num_workers=2), 0)
         with ac.SamplerPool(path, draws, workers=2, segments=3, progress=False) as pool:
             pool.wait(timeout=60)
         print(len(os.listdir("/dev/shm")), flush=True)

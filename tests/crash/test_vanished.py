@@ -247,7 +247,7 @@ TORCH = """
     import arrowcache as ac
     from helpers import ids_of
     from torch.utils.data import DataLoader
-    from arrowcache.torch import CacheDataset, CacheIterableDataset, EpochBatchSampler, Loader, dataloader
+    from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
 
     def through(epoch):
         try:
@@ -261,7 +261,6 @@ TORCH = """
         kinds = {
             "loader": Loader(cache, 16),
             "dataloader": dataloader(cache, 16, 2),
-            "iterable": DataLoader(CacheIterableDataset(cache, 16), batch_size=None, num_workers=1),
             "sampler": DataLoader(
                 CacheDataset(cache), batch_sampler=EpochBatchSampler(cache, 16), num_workers=1,
                 persistent_workers=True,

@@ -26,7 +26,7 @@ CASE_SECONDS = 60.0  # a case takes some ten milliseconds: one that takes so lon
 SEGMENT_KINDS = (
     "one_byte", "length", "word", "field", "overlap", "offset", "values", "noise", "footers", "foreign",
 )  # fmt: skip
-OTHER_KINDS = ("settings", "lock", "names", "ranks", "state", "iterable")
+OTHER_KINDS = ("settings", "lock", "names", "ranks", "state")
 SUBJECTS = ("fixed", "mixed", "text", "wide", "every", "paged")
 _CASES_A_WORKER = 2000
 _WEIGHTS = {"one_byte": 4, "word": 3, "field": 3, "every": 1, "fixed": 6, "mixed": 6}  # of the cases

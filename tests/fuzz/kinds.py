@@ -298,44 +298,6 @@ def _state(on: Subject, chance: random.Random, outside: Path) -> str:
         return _deliver(on, loader)
 
 
-def _iterable(on: Subject, chance: random.Random, outside: Path) -> str:
-    """A state of torch's iterable dataset: a ValueError, or rows that were written."""
-    from arrowcache.torch import CacheIterableDataset
-
-    shuffle = chance.choice(["rows", "window", "blocks", None])
-    dataset = CacheIterableDataset(on.cache, 4, shuffle, transform=_Delivered)
-    for _ in islice(dataset, chance.randrange(3)):  # a slow machine may keep it waiting
-        pass
-    state: Any = dataset.state_dict()
-    dataset = CacheIterableDataset(on.cache, 4, shuffle, transform=_Delivered, timeout=0.2)
-    for _ in range(chance.choice([1, 1, 2, 4])):
-        if chance.random() < 0.6 and isinstance(state, dict) and isinstance(state.get("plan"), dict):
-            state["plan"] = _replaced(state["plan"], chance)
-        else:
-            state = _replaced(state, chance)
-    try:
-        dataset.load_state_dict(state)
-    except ValueError:
-        return "refused"
-    assert dataset.state_dict()["format"] == "arrowcache.iterable"
-    try:
-        for delivered in islice(dataset, 12):
-            assert not on.differing(delivered.rows)
-    except (ValueError, ac.MissingSegmentsError, ac.LoaderTimeoutError) as error:
-        told = ("resume with num_workers=", "resume with batch_size=")
-        if type(error) is ValueError and not any(way in str(error) for way in told):
-            raise
-        return "refused"
-    return "equal"
-
-
-class _Delivered:
-    """A batch's rows, as an object that torch leaves as it is."""
-
-    def __init__(self, batch: dict[str, Any]) -> None:
-        self.rows = rows_of(batch)
-
-
 def _deliver(on: Subject, batches: Any) -> str:
     try:
         for batch in islice(batches, 12):
@@ -382,7 +344,6 @@ def _altered(data: bytes, chance: random.Random) -> bytes:
 
 OTHER_KINDS = {
     "settings": _settings, "lock": _lock, "names": _names, "ranks": _ranks, "state": _state,
-    "iterable": _iterable,
 }  # fmt: skip
 SUBJECTS = tuple(SCHEMAS)
 

@@ -84,7 +84,7 @@ for options, others in (
 
 TORCH = """
 import torch
-from arrowcache.torch import CacheDataset, CacheIterableDataset, Loader, dataloader
+from arrowcache.torch import CacheDataset, Loader, dataloader
 
 for options, others in (
     ({}, None),

@@ -321,12 +321,6 @@ def of_dataset(dataset: Any) -> Any:
     return batches(DataLoader(dataset, batch_sampler=EpochBatchSampler(path_of(dataset), 16)))
 
 
-def of_iterable(dataset: Any) -> Any:
-    from torch.utils.data import DataLoader
-
-    return batches(DataLoader(dataset, batch_size=None))
-
-
 def first_batches(source: Any) -> Any:
     """Two of an iteration that is left, which waits for no other rank."""
     return batches(itertools.islice(source, 2))
@@ -730,16 +724,6 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             ("torch",),
         ),
         {"cache": proves_cache, **OF_BATCHES},
-    ),
-    "CacheIterableDataset": (
-        Face("arrowcache.torch:CacheIterableDataset", of_columns, of_iterable, ("torch",)),
-        {
-            **OF_EPOCHS,
-            **OF_BATCHES,
-            "rank": differs(RANKED, RANKED | {"rank": 1, "run_id": "job2"}, first_batches),
-            "world_size": differs({}, RANKED, first_batches),
-            "run_id": lambda face, cache: proves_run_id(face, cache, first_batches),
-        },
     ),
     "dataloader": (
         Face(

@@ -27,10 +27,6 @@ def loader(held: Any, **options: Any) -> at.Loader:
     return at.Loader(**{"cache": held, "batch_size": 16, **options})
 
 
-def iterable(held: Any, **options: Any) -> at.CacheIterableDataset:
-    return at.CacheIterableDataset(**{"cache": held, "batch_size": 16, **options})
-
-
 def stock(held: Any, **options: Any) -> None:
     own = BatchSampler(RandomSampler(range(160)), 4, drop_last=True)
     made = {"ours": at.EpochBatchSampler(held, 4), "own": own}
@@ -81,9 +77,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
         [*of_loaders(at.Loader), ({"device": "cuda:99"}, ValueError, "'cpu'")],
     ),
     "iter(Loader)": (lambda held, **options: iter(loader(held, **options)), [RUN_ALONE]),
-    "CacheIterableDataset": (iterable, [*of_loaders(at.CacheIterableDataset), BY_TOKENS]),
     "EpochBatchSampler": (lambda held, **options: at.EpochBatchSampler(held, **options), [BY_TOKENS]),
-    "iter(CacheIterableDataset)": (lambda held, **options: iter(iterable(held, **options)), [RUN_ALONE]),
     "len(dataloader)": (lambda held, **options: len(dataloader(held, **options)), [RUN_ALONE]),
     "dataloader": (
         dataloader,

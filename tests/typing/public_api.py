@@ -18,7 +18,6 @@ from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Ret
 from arrowcache.torch import (
     CacheDataset,
     CachedLoader,
-    CacheIterableDataset,
     DevicePrefetcher,
     EpochBatchSampler,
     Loader,
@@ -179,9 +178,6 @@ def torch_adapters(cache: ac.Cache) -> None:
         batches.load_state_dict(batches.state_dict())
         assert_type(len(batches), int)
         assert_type(next(iter(batches)), Any)
-    stream = CacheIterableDataset(Path("path"), 64, rank=0, world_size=2, run_id="job")
-    stream.load_state_dict(stream.state_dict())
-    assert_type(DataLoader(stream, batch_size=None), DataLoader[dict[str, Any]])
 
 
 def sequences(cache: ac.Cache) -> None:

@@ -29,7 +29,6 @@ def test_the_options_are_the_arguments_of_the_loader_with_their_defaults():
     [
         ("torch.Loader", LoaderArguments),
         ("torch.EpochBatchSampler", EpochArguments),
-        ("torch.CacheIterableDataset", EpochArguments),
         ("torch.dataloader", EpochArguments),
         ("torch.packed", PackedArguments),
     ],
@@ -41,7 +40,7 @@ def test_a_face_shows_each_argument_with_the_default_of_the_loader(name, argumen
         assert shown[argument].default == SPELLED_OUT[argument].default
 
 
-FACES = ["Loader", "torch.Loader", "torch.EpochBatchSampler", "torch.CacheIterableDataset"]
+FACES = ["Loader", "torch.Loader", "torch.EpochBatchSampler"]
 
 
 @pytest.mark.parametrize("name", FACES)

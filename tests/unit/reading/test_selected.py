@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrowcache.reading.budget import BudgetOrder
-from arrowcache.reading.order import EpochOrder, ResumedOrder, ResumedSteps, Shard
+from arrowcache.reading.order import EpochOrder, ResumedOrder, Shard
 from arrowcache.reading.plan import SHUFFLES, Plan
 from arrowcache.reading.selected import Selected, bitmap, counts_of
 from arrowcache.storage.layout import SegmentInfo
@@ -104,15 +104,14 @@ def test_a_resumed_epoch_has_the_selected_rows_of_the_segments_that_are_left(mas
     wanted = chosen([mask for mask, stays in zip(masks, is_left, strict=True) if stays] or [[False]])
     whole = EpochOrder(plan, 1, Shard(), drop_last=False)
     missing = len(chosen(masks)) - len(wanted)
-    for kind in (ResumedOrder, ResumedSteps):
-        order = kind(plan, left, 4, Shard(), drop_last=False)
-        assert sorted(flat(ids_of(order))) == wanted
-        for step in range(order.steps):
-            span, ids = order.segments_span(step), order.batches(step, step + 1)
-            starts = np.cumsum([0, *(segment.rows for segment in left)])
-            inside = (ids >= starts[span.start]) & (ids < starts[span.stop])
-            assert inside.all()
-    assert ResumedOrder(plan, left, 4, Shard(), drop_last=False).missing == missing
+    order = ResumedOrder(plan, left, 4, Shard(), drop_last=False)
+    assert sorted(flat(ids_of(order))) == wanted
+    for step in range(order.steps):
+        span, ids = order.segments_span(step), order.batches(step, step + 1)
+        starts = np.cumsum([0, *(segment.rows for segment in left)])
+        inside = (ids >= starts[span.start]) & (ids < starts[span.stop])
+        assert inside.all()
+    assert order.missing == missing
     assert len(flat(ids_of(whole))) == len(chosen(masks))
 
 

@@ -10,7 +10,7 @@
     pictures.py     picture: a value, drawn small; drawing.py is how
     galleries.py    gallery: many of them, by the values of another column
     observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
-    plots.py        plot_...: growth, throughput, reuse, what left unread, who contributed, values, maps
+    plots.py        plot_...: growth, values, maps
     widget.py       monitor: live, in a notebook; board.py: what it shows
     explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
     serving.py      the explorer in a browser without Jupyter
@@ -34,19 +34,10 @@ if TYPE_CHECKING:
     from arrowcache.explore.explorer import open  # noqa: A004  # explore.open, as one says it
     from arrowcache.explore.frames import head, rows, sample, to_pandas, to_polars
     from arrowcache.explore.galleries import gallery
-    from arrowcache.explore.history import History
     from arrowcache.explore.neighbours import map_of, similar
     from arrowcache.explore.observation import Observation, observe
     from arrowcache.explore.pictures import picture
-    from arrowcache.explore.plots import (
-        plot_contribution,
-        plot_growth,
-        plot_map,
-        plot_reuse,
-        plot_throughput,
-        plot_unread,
-        plot_values,
-    )
+    from arrowcache.explore.plots import plot_growth, plot_map, plot_values
     from arrowcache.explore.query import sql
     from arrowcache.explore.summary import describe
     from arrowcache.explore.terminal import watch
@@ -62,9 +53,7 @@ __all__ = [
     "picture",
     "gallery",
     "Observation", "observe",
-    "History",
-    "plot_growth", "plot_throughput", "plot_reuse", "plot_unread", "plot_contribution",
-    "plot_values", "plot_map",
+    "plot_growth", "plot_values", "plot_map",
     "open",
     "monitor",
     "watch",
@@ -111,8 +100,6 @@ def _home_of(name: str) -> ModuleType:
             from arrowcache.explore import galleries as home
         case "observe" | "Observation":
             from arrowcache.explore import observation as home
-        case "History":
-            from arrowcache.explore import history as home
         case "open":
             from arrowcache.explore import explorer as home
         case "monitor":

@@ -1,13 +1,12 @@
 """Plots: how a cache grows and is used, drawn with matplotlib. Each returns its Axes.
 
-A cache tells what is in it now; what happened, a `History` of observations does (`monitor(cache).history`,
-or one of your own that you `add` observations to). Without `ax` each plot has a figure of its own.
+What happened is in `monitor(cache).history`; what is there now `observe` and `sql` give as numbers. Without
+`ax` each plot has a figure of its own.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
@@ -28,7 +26,6 @@ from arrowcache.explore.summary import Summary
 from arrowcache.explore.walk import AnyCache
 from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.file_rows import sampler_of
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
@@ -60,56 +57,6 @@ def plot_growth(cache: AnyCache, history: History | None = None, *, ax: Axes | N
     ax.axhline(survey.stats.capacity_bytes / _MIB, color="0.5", linestyle="--", label="capacity")
     ax.set_ylim(bottom=0)
     return _over_time(ax)
-
-
-def plot_throughput(history: History, *, ax: Axes | None = None) -> Axes:
-    """Bytes a second that samplers published, and that each loader delivered, between observations."""
-    moments = [moment for moment in _moments(history) if moment.seconds]
-    ax = _axes(ax, "Throughput", "MiB/s")
-    when = _dates([moment.time for moment in moments])
-    ax.plot(when, [moment.published_bytes_per_second / _MIB for moment in moments], label="published")
-    pids = {loader.key: loader.pid for moment in moments for loader in moment.loaders}
-    for key, pid in pids.items():
-        rates = [
-            next((loader.bytes_per_second / _MIB for loader in moment.loaders if loader.key == key), np.nan)
-            for moment in moments
-        ]
-        ax.plot(when, rates, label=f"delivered to {pid}")
-    ax.set_ylim(bottom=0)
-    return _over_time(ax)
-
-
-def plot_reuse(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
-    """How many epochs read the segments that are in the cache: segments by epochs."""
-    store = store_of(cache)
-    epochs = store.usage.served(np.array([segment.seq for segment in store.survey().segments], np.int64))
-    ax = _axes(ax, "Reuse of segments", "segments")
-    ax.set_xlabel("epochs that read them")
-    ax.bar(*np.unique(epochs, return_counts=True))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return ax
-
-
-def plot_unread(history: History, *, ax: Axes | None = None) -> Axes:
-    """The share of the rows evicted so far that no epoch had read, over time."""
-    moments = _moments(history)
-    ax = _axes(ax, "Evicted unread", "% of evicted rows")
-    shares = [100 * moment.stats.unread_share for moment in moments]
-    ax.plot(_dates([moment.time for moment in moments]), shares, label="never read")
-    ax.set_ylim(0, 100)
-    return _over_time(ax)
-
-
-def plot_contribution(cache: AnyCache, *, ax: Axes | None = None) -> Axes:
-    """Rows in the cache by who published them: each sampler pool and seed, each import, plain writers."""
-    rows: dict[str, int] = defaultdict(int)
-    for segment in store_of(cache).survey().segments:
-        rows[sampler_of(segment.task)] += segment.rows
-    ax = _axes(ax, "Contribution of samplers", "")
-    ax.set_xlabel("rows in the cache")
-    names = sorted(rows, key=lambda name: rows[name])
-    ax.barh([label(name) for name in names], [rows[name] for name in names])
-    return ax
 
 
 def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
@@ -211,11 +158,3 @@ def _of_history(history: History) -> tuple[Moment, ...]:
     if not isinstance(history, History):
         raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
     return history.moments
-
-
-def _moments(history: History) -> tuple[Moment, ...]:
-    """Those of a history, at least two."""
-    moments = _of_history(history)
-    if not any(moment.seconds for moment in moments):
-        raise ValueError("the history has fewer than two observations: what happened between them is drawn")
-    return moments

@@ -136,9 +136,8 @@ def test_the_strongest_drift_comes_first(tmp_path):
     assert list(frame.index)[:2] == ["level", "flag"]
     assert frame["ks"].is_monotonic_decreasing
     assert frame.loc["level", "ks"] > 0.9
-    assert frame.loc["level", "psi"] > 1
     assert frame.loc["noise", "ks"] < 0.2
-    assert frame.loc["few", ["ks", "psi"]].tolist() == [0, 0]
+    assert frame.loc["few", "ks"] == 0
     assert frame.loc["level", "newest_mean"] - frame.loc["level", "first_mean"] == pytest.approx(6, abs=0.5)
     assert frame.loc["few", "first_mean"] == 7
     assert frame.loc["nan", "first_nan"] == 0.02
@@ -181,27 +180,18 @@ def test_few_of_many_values_are_drawn(tmp_path, monkeypatch):
     assert drawn["ks"] == pytest.approx(exact["ks"], abs=0.4)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_statistic_is_that_of_the_definition(seed):
-    rng = np.random.default_rng(seed)
-    one, other = np.sort(rng.integers(0, 9, 30) / 2.0), np.sort(rng.integers(3, 12, 20) / 2.0)
+def test_the_statistic_is_that_of_the_definition(tmp_path):
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(0, 9, 64) / 2.0, rng.integers(3, 12, 64) / 2.0
+    schema = ac.Schema({"x": ac.Tensor("float32")})
+    cache = rows_of(tmp_path / "c", [{"x": x} for x in (*one, *other)], schema, 64)
     by_hand = max(abs((one <= x).mean() - (other <= x).mean()) for x in (*one, *other))
-    assert compare.kolmogorov_smirnov(one, other) == pytest.approx(by_hand)
-    assert compare.population_stability(one, one) == 0
-    assert compare.population_stability(one, other) > 0.25
-
-
-def test_shares_are_compared_bin_by_bin():
-    one, other = np.arange(100.0), np.concatenate([np.arange(50.0), np.arange(50.0)])
-    shares = np.repeat([0.2, 0.0], 5)
-    smooth = (np.repeat([10.5, 10.5], 5) / 105, (shares * 100 + 0.5) / 105)
-    by_hand = ((smooth[1] - smooth[0]) * np.log(smooth[1] / smooth[0])).sum()
-    assert compare.population_stability(one, np.sort(other)) == pytest.approx(by_hand)
+    assert drift(cache).loc["x", "ks"] == pytest.approx(by_hand)
 
 
 def test_nothing_to_compare_is_not_a_number(tmp_path):
     cache = rows_of(tmp_path / "c", [{"x": math.nan}] * 2, ac.Schema({"x": ac.Tensor("float32")}), 1)
-    assert drift(cache).loc["x", ["ks", "psi"]].isna().all()
+    assert math.isnan(drift(cache).loc["x", "ks"])
 
 
 @pytest.mark.parametrize(

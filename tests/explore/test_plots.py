@@ -25,24 +25,10 @@ import arrowcache as ac
 from arrowcache.arrow.segment import encode
 from arrowcache.explore import plots
 from arrowcache.explore.board import Board
-from arrowcache.explore.history import History
-from arrowcache.explore.plots import (
-    plot_contribution,
-    plot_growth,
-    plot_reuse,
-    plot_throughput,
-    plot_unread,
-    plot_values,
-)
+from arrowcache.explore.plots import plot_growth, plot_values
 
 MIB = 2**20
-OF_A_CACHE = [
-    plot_growth,
-    plot_contribution,
-    plot_reuse,
-    lambda cache, **more: plot_values(cache, "id", **more),
-]
-OF_A_HISTORY = [plot_throughput, plot_unread]
+OF_A_CACHE = [plot_growth, lambda cache, **more: plot_values(cache, "id", **more)]
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +61,7 @@ def history(cache):
     return board.history
 
 
-@pytest.mark.parametrize("plot", [*OF_A_HISTORY, plot_growth])
-def test_a_monitor_goes_on_while_its_history_is_drawn(cache, history, plot):
+def test_a_monitor_goes_on_while_its_history_is_drawn(cache, history):
     is_over, ax = threading.Event(), plt.figure().subplots()
 
     def go_on() -> None:
@@ -87,7 +72,7 @@ def test_a_monitor_goes_on_while_its_history_is_drawn(cache, history, plot):
     thread.start()
     try:
         for _ in range(in_part(20)):
-            plot(*([cache, history] if plot is plot_growth else [history]), ax=ax)
+            plot_growth(cache, history, ax=ax)
             ax.clear()
     finally:
         is_over.set()
@@ -101,7 +86,7 @@ def line(ax: Axes, label: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_a_plot_of_a_cache_takes_it_or_its_path_and_draws_where_it_is_told(cache, number):
     plot = OF_A_CACHE[number]
     figure, ax = plt.subplots()
@@ -112,26 +97,8 @@ def test_a_plot_of_a_cache_takes_it_or_its_path_and_draws_where_it_is_told(cache
     assert cache.stats().leased_bytes == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plot", OF_A_HISTORY)
-def test_a_plot_of_a_history_draws_where_it_is_told(history, plot):
-    _, ax = plt.subplots()
-    assert plot(history, ax=ax) is ax
-    assert isinstance(plot(history), Axes)
-
-
-@pytest.mark.parametrize("plot", OF_A_HISTORY)
-def test_a_history_of_nothing_is_a_sentence(cache, plot):
-    with pytest.raises(ValueError, match="fewer than two observations"):
-        plot(History())
-    with pytest.raises(TypeError, match="expected a History"):
-        plot(cache)
-    assert plt.get_fignums() == []
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_an_empty_cache_makes_an_empty_plot(tmp_path, number):
-    assert isinstance(OF_A_CACHE[number](make_cache(tmp_path / "cache")), Axes)
+def test_an_empty_cache_makes_an_empty_plot(tmp_path):
+    assert isinstance(plot_growth(make_cache(tmp_path / "cache")), Axes)
 
 
 @pytest.mark.parametrize("history", [5, "x", 0])
@@ -158,56 +125,6 @@ def test_growth_over_a_history_shows_what_was_evicted(cache, history):
     assert stored[-1] == pytest.approx(cache.stats().published_bytes / MIB)
     each = cache.stats().published_bytes / cache.stats().segments / MIB
     assert evicted[-1] == pytest.approx(each * (30 - cache.stats().segments))
-
-
-def test_throughput_has_a_line_for_what_was_published_and_for_each_loader(history):
-    ax = plot_throughput(history)
-    published, delivered = line(ax, "published"), line(ax, f"delivered to {os.getpid()}")
-    assert published[0] == 0
-    assert published[1] > 0
-    assert delivered[0] > 0
-    assert np.isnan(delivered[1]), "it was closed"
-
-
-def test_reuse_counts_segments_by_the_epochs_that_read_them(cache):
-    with ac.Loader(cache, 16) as loader:
-        list(loader)
-        publish(cache, 2)
-        list(loader)
-    publish(cache, 3)
-    heights = {
-        round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in plot_reuse(cache).patches
-    }
-    assert heights == {0: 3, 1: 2, 2: 10}
-
-
-def test_unread_is_the_share_of_evicted_rows_that_no_epoch_read(cache, history):
-    assert line(plot_unread(history), "never read").tolist() == [0, 0, 100 * cache.stats().unread_share]
-    board = Board(cache)
-    for _ in range(2):
-        publish(cache, 40)
-        board.look()
-    share = line(plot_unread(board.history), "never read")[-1]
-    assert share == 100 * cache.stats().unread_share > 50
-
-
-def test_contribution_adds_rows_by_pool_import_and_writer(tmp_path):
-    cache = make_cache(tmp_path / "cache")
-    publish(cache, 2)
-    part = encode(cache.schema, columns_of(cache.schema, 16))
-    for task in (
-        "digits.0.1",
-        "digits.0.2",
-        "digits.1.1",
-        "tfrecord.0123456789.0.1",
-        "tfrecord.0123456789.1.1",
-    ):
-        cache.store.publish(part, task=task)
-    ax = plot_contribution(cache)
-    names = [label.get_text() for label in ax.get_yticklabels()]
-    assert dict(zip(names, (bar.get_width() for bar in ax.patches), strict=True)) == {
-        "digits.0": 32, "writer": 32, "digits.1": 16, "tfrecord.01234567": 32,
-    }  # fmt: skip
 
 
 def test_a_name_with_control_characters_is_drawn(tmp_path):

@@ -61,7 +61,7 @@ class SegmentBuilder:
         self._way_out = way_out
         schema, full_rows = form.schema, form.full_rows
         self.form, self._schema = form, schema
-        self._empty_bytes = segment.encoded_bytes_bound(schema, 0, paged=form.paged)
+        self._empty_bytes = segment.encoded_bytes_bound(schema, 0)
         self._row_bytes = segment.row_bytes(schema)
         self._fixed = {n: np.empty((full_rows, *t.shape), t.numpy_dtype) for n, t in schema.fixed.items()}
         self._offsets = {n: np.zeros(full_rows + 1, np.int32) for n in schema.variable}

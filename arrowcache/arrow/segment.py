@@ -30,12 +30,9 @@ from numpy.typing import NDArray
 from arrowcache.arrow.arrangement import (
     CACHE_LINE_BYTES,
     Span,
-    is_packed,
-    is_paged,
-    packed_alignment,
-    paged_alignments,
-    paged_buffers,
-    widest_column,
+    alignments_of,
+    buffer_alignments,
+    is_arranged,
 )
 from arrowcache.arrow.header import footer_start, require_plain, spread
 from arrowcache.arrow.schema import FixedType, Ragged, Schema, Tensor, VariableType
@@ -44,7 +41,6 @@ from arrowcache.limits import Limits
 
 CHECKSUM_KEY = b"arrowcache.xxh3"
 SKIPPED_KEY = b"arrowcache.skipped"
-PADDING_KEY = b"arrowcache.padding"
 _MAGIC = b"ARROW1"
 _OFFSETS_A_PIECE = 1 << 16
 _END_OF_BATCHES_BYTES = 8  # what Arrow writes between the last record batch and the footer
@@ -73,18 +69,16 @@ class EncodedSegment:
 class Form(NamedTuple):
     """The form of a segment's file. How its bytes come about from this is known here alone.
 
-    `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file; `paged` says how it
-    is arranged, see arrangement.py.
+    `full_rows` is the rows of a full segment, `segment_bytes` an upper bound on its file.
     """
 
     schema: Schema
     full_rows: int
     segment_bytes: int
-    paged: bool = False
 
     def encode(self, columns: Mapping[str, Column], skipped: int = 0) -> EncodedSegment:
         """Return a segment file of columns in this form. `skipped`, raises: as of `encode`."""
-        return encode(self.schema, columns, paged=self.paged, skipped=skipped)
+        return encode(self.schema, columns, skipped=skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +114,11 @@ class _Pieces(io.RawIOBase):
         return piece.nbytes
 
 
-def encode(
-    schema: Schema, columns: Mapping[str, Column], *, paged: bool = False, skipped: int = 0
-) -> EncodedSegment:
+def encode(schema: Schema, columns: Mapping[str, Column], *, skipped: int = 0) -> EncodedSegment:
     """Lay the rows of one segment out as an Arrow IPC file.
 
     Args:
         columns: name -> (rows, *shape), C-contiguous, of the type's numpy_dtype; or VariableColumn.
-        paged: each wide column begins at a page, after a gap; else the widest one alone, after none.
         skipped: number of samples that were left out as it was drawn, which its metadata says, if any were.
     Returns: pieces that refer to the given memory: write them before changing it.
     """
@@ -140,16 +131,13 @@ def encode(
     footer = {CHECKSUM_KEY: " ".join(checksums).encode()}
     if skipped:
         footer[SKIPPED_KEY] = str(skipped).encode()
-    if paged:
-        pieces = spread(_write(batch, footer, None), paged_buffers(schema))
-    else:
-        pieces = _write_packed(batch, footer, *widest_column(schema))
+    pieces = spread(_write(batch, footer), buffer_alignments(schema))
     return EncodedSegment(tuple(pieces), batch.num_rows, sum(piece.nbytes for piece in pieces))
 
 
-def encoded_bytes_bound(schema: Schema, rows: int, *, paged: bool = False) -> int:
+def encoded_bytes_bound(schema: Schema, rows: int) -> int:
     """An upper bound on the file of a segment, without the values of variable-length columns."""
-    return _bytes_of_no_row(schema, paged) + rows * row_bytes(schema)
+    return _bytes_of_no_row(schema) + rows * row_bytes(schema)
 
 
 def row_bytes(schema: Schema) -> int:
@@ -163,9 +151,9 @@ def element_bytes(kind: VariableType) -> int:
     return kind.item_bytes // kind.elements if isinstance(kind, Ragged) else 1
 
 
-def max_rows(schema: Schema, segment_bytes: int, *, paged: bool = False) -> int:
+def max_rows(schema: Schema, segment_bytes: int) -> int:
     """Rows without variable-length data that fit into a segment. 0 if not even one does."""
-    rows = (segment_bytes - _bytes_of_no_row(schema, paged)) // row_bytes(schema)
+    rows = (segment_bytes - _bytes_of_no_row(schema)) // row_bytes(schema)
     widest = max((kind.elements for kind in schema.fixed.values() if kind.is_list), default=1)
     return max(0, min(rows, Limits.current.list_elements // widest))
 
@@ -191,8 +179,8 @@ def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:
         if kind.is_list and not _are_uniform(file, spans[0][0], rows, kind.elements):
             raise CorruptSegmentError(f"column {name!r} has offsets that are not uniform")
         fixed.append(spans[-1][0])
-    stop = _stop(file)
-    if not (is_packed(columns, stop) or is_paged(schema, columns, stop)):
+    stop = footer_start(memoryview(file)) - _END_OF_BATCHES_BYTES
+    if not is_arranged(schema, columns, stop):
         raise CorruptSegmentError("has buffers that do not follow one another up to its footer")
     return Layout(rows, tuple(fixed), tuple(variable))
 
@@ -225,15 +213,7 @@ def rewrite(file: pa.Buffer, schema: Schema) -> tuple[list[memoryview], bytes]:
     """
     reader, batch = _open(file, schema)
     footer = dict(reader.metadata or {})
-    _, header = reader.get_batch_with_custom_metadata(0)
-    pieces = _write(batch, footer, header)
-    columns = [
-        _spans(file, name, kind, batch.column(number))
-        for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()])
-    ]
-    if not is_packed(columns, _stop(file)):
-        pieces = spread(pieces, paged_buffers(schema))
-    return pieces, footer.get(CHECKSUM_KEY, b"")
+    return spread(_write(batch, footer), buffer_alignments(schema)), footer.get(CHECKSUM_KEY, b"")
 
 
 def open_batch(file: pa.Buffer, schema: Schema) -> pa.RecordBatch:
@@ -241,38 +221,12 @@ def open_batch(file: pa.Buffer, schema: Schema) -> pa.RecordBatch:
     return _open(file, schema)[1]
 
 
-def _write_packed(
-    batch: pa.RecordBatch, footer: dict[bytes, bytes], column: int, width: int
-) -> list[memoryview]:
-    """The pieces of a packed file, whose column of that number has the widest rows."""
-    alignment = packed_alignment(width)
-    if alignment <= 8:
-        return _write(batch, footer, None)
-    pieces = _write(batch, footer, {PADDING_KEY: b""})
-    if not batch.num_rows:
-        return pieces
-    start = _start_of(pieces, batch.column(column).buffers()[-1])
-    return _write(batch, footer, {PADDING_KEY: b" " * (-start % alignment)})
-
-
-def _write(
-    batch: pa.RecordBatch, footer: dict[bytes, bytes], header: dict[bytes, bytes] | None
-) -> list[memoryview]:
-    """The file's pieces. `header` is the record batch's own metadata; its length moves the columns."""
+def _write(batch: pa.RecordBatch, footer: dict[bytes, bytes]) -> list[memoryview]:
+    """The pieces of a file without gaps."""
     sink = _Pieces()
     with pa.ipc.new_file(sink, batch.schema, metadata=footer) as file:
-        file.write_batch(batch, custom_metadata=header)
+        file.write_batch(batch)
     return [piece for piece in sink.pieces if piece.nbytes]
-
-
-def _start_of(pieces: list[memoryview], buffer: pa.Buffer) -> int:
-    """Return the byte of the file at which a column's buffer begins."""
-    position = 0
-    for piece in pieces:
-        if np.frombuffer(piece, np.uint8).ctypes.data == buffer.address:
-            return position
-        position += piece.nbytes
-    raise AssertionError("Arrow copied a column instead of referring to it")
 
 
 def _open(file: pa.Buffer, schema: Schema) -> tuple[pa.RecordBatchFileReader, pa.RecordBatch]:
@@ -360,11 +314,6 @@ def _spans(file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa
     return spans
 
 
-def _stop(file: pa.Buffer) -> int:
-    """The end of the last buffer in a file that a writer of Arrow made."""
-    return footer_start(memoryview(file)) - _END_OF_BATCHES_BYTES
-
-
 def _rising_end(file: pa.Buffer, start: int, rows: int, kind: VariableType, name: str) -> int:
     """The last of a variable-length column's offsets, which were checked."""
     offsets = np.frombuffer(file, np.int32, rows + 1, start)
@@ -385,7 +334,7 @@ def _are_uniform(file: pa.Buffer, start: int, rows: int, elements: int) -> bool:
     return True
 
 
-def _bytes_of_no_row(schema: Schema, paged: bool) -> int:
+def _bytes_of_no_row(schema: Schema) -> int:
     """Header, footer, padding and the last offset of each column; the file of a segment of no rows."""
     columns: dict[str, Column] = {
         name: np.empty((0, *kind.shape), kind.numpy_dtype) for name, kind in schema.fixed.items()
@@ -393,5 +342,4 @@ def _bytes_of_no_row(schema: Schema, paged: bool) -> int:
     for name in schema.variable:
         columns[name] = VariableColumn(np.zeros(1, np.int32), bytearray())
     buffers = 2 * len(schema)
-    padding = sum(paged_alignments(schema)) if paged else packed_alignment(widest_column(schema)[1])
-    return encode(schema, columns, paged=paged).nbytes + CACHE_LINE_BYTES * buffers + padding
+    return encode(schema, columns).nbytes + CACHE_LINE_BYTES * buffers + sum(alignments_of(schema))

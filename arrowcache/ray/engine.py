@@ -463,7 +463,7 @@ def _answered(name: str, answer: Any) -> Any:
 
 
 def _described(form: Form) -> str:
-    return f"{form.full_rows} rows in {format_bytes(form.segment_bytes)}{', paged' if form.paged else ''}"
+    return f"{form.full_rows} rows in {format_bytes(form.segment_bytes)}"
 
 
 def _smallest_store_bytes() -> int:

@@ -28,11 +28,8 @@ from arrowcache.units import MOST_COUNTED, parse_count
 
 SHUFFLES = ("rows", "window", "blocks", None)
 
-_FORMAT, _VERSION = "arrowcache.loader", 2
-_BUDGET_VERSION = 3  # of states with buckets
-_SELECTED_VERSION = 4  # of states with selected rows, or weights
+_FORMAT, _VERSION = "arrowcache.loader", 5  # 1 to 4 are of 0.1.0 and what followed it
 _PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
-_OTHER_ORDER = 1  # version of states in 0.1.0, whose shuffles gave another order
 _MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
 
 
@@ -147,17 +144,15 @@ class Plan:
         """Return plain ints, strings, lists and None; segments as runs."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         segments = runs_of(self.seqs, self.rows).tolist()
+        selected = [[seq, base64.b64encode(bits).decode()] for seq, bits in self.bitmaps.items()]
+        weights = None if self.weights is None else self.weights.name
         state = {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
+        state |= {"selected": selected, "weights": weights}
         if self.within is not None:
             state |= {"within": self.within.to_state()}
         elif self.buckets:
             taken = base64.b64encode(self.taken).decode()
-            state |= {"version": _BUDGET_VERSION, "buckets": self.buckets, "taken": taken}
-        if self.bitmaps:
-            selected = [[seq, base64.b64encode(bits).decode()] for seq, bits in self.bitmaps.items()]
-            state |= {"version": _SELECTED_VERSION, "selected": selected}
-        if self.weights is not None:
-            state |= {"version": _SELECTED_VERSION, "weights": self.weights.name}
+            state |= {"buckets": self.buckets, "taken": taken}
         return state
 
     @classmethod
@@ -178,14 +173,14 @@ class Plan:
             packing: sequences that the reader makes. None means batches of rows.
             weights: those that the state names.
         Raises: ValueError: not a valid state, or one of another version or cache, or one with rows left of an
-            epoch begun in an order of 0.1.0, or in batches of the other kind, or of other sequences, or by
-            weights that are not given. The message says what is wrong.
+            epoch begun in batches of the other kind, or of other sequences, or by weights that are not given.
+            The message says what is wrong.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError("this is not a state of an arrowcache Loader: pass what state_dict() returned")
-        if state.get("version") not in (_OTHER_ORDER, _VERSION, _BUDGET_VERSION, _SELECTED_VERSION):
+        if state.get("version") != _VERSION:
             raise ValueError(
-                f"the state has version {state.get('version')!r}, this arrowcache reads {_SELECTED_VERSION}: "
+                f"the state has version {state.get('version')!r}, and this arrowcache reads {_VERSION}: "
                 "use the arrowcache that made it, or begin without it"
             )
         if weights is None and state.get("weights") and state.get("segments"):
@@ -207,8 +202,6 @@ class Plan:
             seqs, rows_of_each = segments_of(runs)
             epoch_rows, within = state["epoch_rows"], state.get("within")
             least_draws = 1 if weights is None else 0  # none, where all that weighs has left: see `among`
-            if state["version"] == _SELECTED_VERSION and len(seqs) and not {"selected", "weights"} & {*state}:
-                raise KeyError("selected")
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
@@ -222,7 +215,7 @@ class Plan:
                 within=None if within is None else Within.from_state(within),
                 bitmaps={
                     parse_count(seq, "seq", least=0): base64.b64decode(bits, validate=True)
-                    for seq, bits in (state.get("selected", ()) if len(seqs) else ())
+                    for seq, bits in (state["selected"] if len(seqs) else ())
                 },
                 weights=weights,
             )
@@ -239,14 +232,6 @@ class Plan:
                 f"this one has {most_rows} at most"
             )
         is_begun = len(plan.seqs) > 0 and plan.position < plan.stream_rows
-        if state["version"] == _OTHER_ORDER and plan.shuffle is not None and is_begun:
-            raise ValueError(
-                f"the state is of epoch {plan.epoch}, of which {plan.stream_rows - plan.position} of "
-                f"{plan.stream_rows} rows are left in an order of arrowcache 0.1.0, and shuffle="
-                f"{plan.shuffle!r} gives another one now: finish that epoch with the arrowcache that made "
-                f"the state, or begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, "
-                "'segments': []}"
-            )
         if weights is not None and len(weights.of_rows) != plan.counts.sum():
             raise ValueError(f"the state is damaged: it has {len(weights.of_rows)} weights of other rows")
         if not plan._has_fit_bitmaps():

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.native.order import KEYS, Drawn, Pass, Runs, Stage
 
-ORDER_VERSION = 2  # 1: permutations were drawn with NumPy, in 0.1.0
+ORDER_VERSION = 2  # raised where plans give another order
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
 
 

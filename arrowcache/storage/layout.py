@@ -29,15 +29,9 @@
 How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
 version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json,
 a name such as a format may have: lower-case letters and "_", alone or before ".json" or ".lock". So a new
-file or folder gets such a name, a new key raises FORMAT_VERSION, as do both where 0.1.0 must keep away, which
-heeds the version alone; and whoever opens a cache looks at all of that first. Any other name there is
-somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md): it is left alone, as is each unknown name in
-a subfolder.
-
-A new cache has the lowest version that will do. Version 1 is that of 0.1.0. In version 2 segments may have
-gaps, so that each wide column begins at a page (arrow/arrangement.py): a schema of several wide columns asks
-for it. Version 3 is a dataset's cache, which holds its items and makes no room for more. The version of a
-cache never changes, and segments with and without gaps are read in all.
+file or folder gets such a name, a new key raises FORMAT_VERSION, and whoever opens a cache looks at all of
+that first. Any other name there is somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md): it is
+left alone, as is each unknown name in a subfolder.
 """
 
 from __future__ import annotations
@@ -53,7 +47,6 @@ from typing import Any
 
 import xxhash
 
-from arrowcache.arrow.arrangement import needs_gaps
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import CacheFormatError, SchemaError
@@ -61,8 +54,7 @@ from arrowcache.lifetimes import cached_property
 from arrowcache.storage.pace import Pace
 from arrowcache.units import parse_count
 
-FORMAT_VERSION = 1  # that of 0.1.0; files in ranks/ have it as well
-PAGED_VERSION, DATASET_VERSION = 2, 3
+FORMAT_VERSION = 4  # of cache.json, and of files in ranks/; 1 to 3 are of 0.1.0 and what followed it
 CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.lock", "usage"
 CLAIMS_LOCK = "claims.lock"
 SEGMENTS, INCOMING, QUARANTINE, RANKS, POOLS = "segments", "incoming", "quarantine", "ranks", "pools"
@@ -76,7 +68,6 @@ TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
 INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait|gone|freed)")
 RANKS_NAME = re.compile(r"[A-Za-z0-9_.]{0,40}-[0-9a-f]{16}-\d{1,20}-\d{1,20}(\.\d{1,20})?", re.ASCII)
 _FORMATS_NAME = re.compile(r"[a-z][a-z_]*(\.(json|lock))?", re.ASCII)
-_VERSIONS = (FORMAT_VERSION, PAGED_VERSION, DATASET_VERSION)
 MOST_SEQ = 2**60  # lock bytes and counters end at 2**63; no publisher gets here
 _MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
 _MOST_BYTES = 2**62
@@ -93,7 +84,7 @@ class SegmentInfo:
     """One published segment, as its name and its file's status tell.
 
     `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "parquet." or "tfrecord." and which rows of
-    which files these are for what was imported (see file_rows.py; "tfrecord.<import>.<worker>.<k>" in 0.1.0),
+    which files these are for what was imported (see file_rows.py),
     "parts." and which segments it was merged of (see parts.py), and "" for a plain writer; `nbytes` is the
     file's length, `allocated_bytes` what it takes on the disk, `published` the time in seconds since 1970
     when it was written.
@@ -242,7 +233,7 @@ class CachedItems:
 
 @dataclass(frozen=True)
 class Settings:
-    """The content of cache.json. `full_rows` is the rows of a full segment, `version` that of the format.
+    """The content of cache.json. `full_rows` is the rows of a full segment.
 
     `dataset` is None in a rolling cache. The cache of a dataset keeps what it has where room is short.
     """
@@ -254,14 +245,12 @@ class Settings:
     headroom: float
     durable: bool
     pace: Pace | None = None
-    version: int = FORMAT_VERSION
     dataset: CachedItems | None = None
 
     @property
     def form(self) -> Form:
         """The form of this cache's segments."""
-        is_paged = needs_gaps(self.schema) if self.dataset else self.version >= PAGED_VERSION
-        return Form(self.schema, self.full_rows, self.segment_bytes, is_paged)
+        return Form(self.schema, self.full_rows, self.segment_bytes)
 
     @property
     def headroom_bytes(self) -> int:
@@ -281,7 +270,7 @@ class Settings:
         """The content of cache.json; `from_json` is the inverse."""
         record = {
             "format": "arrowcache",
-            "version": self.version,
+            "version": FORMAT_VERSION,
             "schema": self.schema.to_json(),
             "capacity_bytes": self.capacity_bytes,
             "segment_bytes": self.segment_bytes,
@@ -299,8 +288,6 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         """Read cache.json.
 
-        A text without a checksum, as the first versions wrote it, is taken as it is.
-
         Raises: CacheFormatError: not ours, damaged, or of another format version. Under a checksum that fits
             nothing is damaged: what cannot be read there is a newer format.
         """
@@ -309,16 +296,16 @@ class Settings:
             record: dict[str, Any] = json.loads(text)
             if record["format"] != "arrowcache":
                 raise CacheFormatError(f"cache.json is of format {record['format']!r}, not 'arrowcache'")
-            if record["version"] not in _VERSIONS:
+            if record["version"] != FORMAT_VERSION:
                 raise CacheFormatError(
-                    f"the cache has format version {record['version']}, this arrowcache reads "
-                    f"{_VERSIONS[0]} to {_VERSIONS[-1]}. Nothing was touched: use the release that made it"
+                    f"the cache has format version {record['version']}, and this arrowcache reads "
+                    f"{FORMAT_VERSION}: use the release that made it, or make a new one. Nothing was touched"
                 )
             checksum = record.pop("checksum", None)
             is_sound = checksum == _checksum(record)
-            if unknown := set(record) - {"format", *cls.__dataclass_fields__}:
+            if unknown := set(record) - {"format", "version", *cls.__dataclass_fields__}:
                 raise newer_format(f"cache.json has {', '.join(map(repr, sorted(unknown)))}")
-            if checksum is not None and not is_sound:
+            if not is_sound:
                 raise ValueError("its checksum does not fit its content")
             settings = cls(
                 Schema.from_json(record["schema"]),
@@ -328,15 +315,12 @@ class Settings:
                 float(record["headroom"]),
                 record["durable"],
                 None if record.get("pace") is None else Pace.from_json(record["pace"]),
-                int(record["version"]),
                 None if record.get("dataset") is None else CachedItems.from_json(record["dataset"]),
             )
             if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:
                 raise CacheFormatError("cache.json has a size that is not positive")
             if settings.full_rows * row_bytes(settings.schema) > settings.segment_bytes:
                 raise ValueError(f"{settings.full_rows} rows do not fit a segment")
-            if (settings.dataset is None) is (settings.version == DATASET_VERSION):
-                raise ValueError(f"version {settings.version}, and dataset {settings.dataset}")
             if not 0 <= settings.headroom < 1 or type(settings.durable) is not bool:
                 raise ValueError(f"headroom={settings.headroom}, durable={settings.durable!r}")
             return settings
@@ -486,7 +470,7 @@ class RanksRecord:
             if record["version"] != FORMAT_VERSION:
                 raise CacheFormatError(f"it has format version {record['version']}, not {FORMAT_VERSION}")
             seqs = _from_runs(record["runs"])
-            next_seq, left_out_rows = record.get("seen", (0, 0))  # 0.1.0 has none
+            next_seq, left_out_rows = record["seen"]
             parse_count(next_seq, "next_seq", 0, MOST_SEQ)
             parse_count(left_out_rows, "left_out_rows", 0, _MOST_BYTES)
             selected = record.get("selected", {}).items()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from arrowcache.arrow import segment as segment_file
-from arrowcache.arrow.arrangement import needs_gaps
 from arrowcache.arrow.schema import Schema
 from arrowcache.storage.folder import PART_SLACK_BYTES
-from arrowcache.storage.layout import DATASET_VERSION, FORMAT_VERSION, PAGED_VERSION, CachedItems, Settings
+from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.pace import Pace
 from arrowcache.units import format_bytes, format_enough, parse_bytes, parse_count
 
@@ -43,48 +42,44 @@ def settings_of(
     capacity_bytes = parse_bytes(capacity, "capacity")
     headroom = _HEADROOM if headroom is None else headroom
     require_share(headroom, "headroom")
-    paged = needs_gaps(schema)
     if segment_rows is not None:
         segment_rows = parse_count(segment_rows, "segment_rows")
     if segment_bytes is None:
-        bound = _default_bytes(schema, capacity_bytes, segment_rows or 1, paged=paged)
+        bound = _default_bytes(schema, capacity_bytes, segment_rows or 1)
     else:
         bound = parse_bytes(segment_bytes, "segment_bytes")
-    rows = segment_file.max_rows(schema, bound, paged=paged)
+    rows = segment_file.max_rows(schema, bound)
     if rows < 1:
-        needed = segment_file.encoded_bytes_bound(schema, 1, paged=paged)
+        needed = segment_file.encoded_bytes_bound(schema, 1)
         raise ValueError(
             f"a row needs a segment of {format_bytes(needed)}, and segment_bytes is "
             f"{format_bytes(bound)}: raise segment_bytes"
         )
     if segment_rows is not None:
         if segment_rows > rows:
-            needed = segment_file.encoded_bytes_bound(schema, segment_rows, paged=paged)
+            needed = segment_file.encoded_bytes_bound(schema, segment_rows)
             raise ValueError(
                 f"{segment_rows} rows need segments of {format_bytes(needed)}, and segment_bytes is "
                 f"{format_bytes(bound)}: raise segment_bytes, or lower segment_rows to {rows}"
             )
         rows = segment_rows
         if not schema.variable:
-            bound = segment_file.encoded_bytes_bound(schema, rows, paged=paged)
-    version = DATASET_VERSION if dataset else PAGED_VERSION if paged else FORMAT_VERSION
-    settings = Settings(
-        schema, capacity_bytes, bound, rows, float(headroom), bool(durable), version=version, dataset=dataset
-    )
+            bound = segment_file.encoded_bytes_bound(schema, rows)
+    settings = Settings(schema, capacity_bytes, bound, rows, float(headroom), bool(durable), dataset=dataset)
     require_capacity(settings)
     return settings
 
 
-def _default_bytes(schema: Schema, capacity_bytes: int, rows: int, *, paged: bool) -> int:
+def _default_bytes(schema: Schema, capacity_bytes: int, rows: int) -> int:
     """The size of a segment where none is said: it holds so many rows, and the capacity holds four.
 
     Raises: ValueError: the capacity is too little for segments of so many rows.
     """
-    needed = segment_file.encoded_bytes_bound(schema, rows, paged=paged)
+    needed = segment_file.encoded_bytes_bound(schema, rows)
     most = min(capacity_bytes // _LEAST_SEGMENTS, (capacity_bytes - room_of_two(0)) // 2)
     if needed > most:
         what = "a row needs" if rows == 1 else f"{rows} rows need"
-        fewer = segment_file.max_rows(schema, most, paged=paged) if most > 0 else 0
+        fewer = segment_file.max_rows(schema, most) if most > 0 else 0
         way = f", or lower segment_rows to {fewer}" if 0 < fewer < rows else ""
         raise ValueError(
             f"{what} a segment of {format_bytes(needed)}, and a capacity of {format_bytes(capacity_bytes)} "
@@ -102,7 +97,7 @@ def settings_of_items(schema: Schema, capacity_bytes: int, item_bytes: int, data
         item_bytes: of the values of variable length of its first item.
     Raises: ValueError: the capacity is less than some segments of one item.
     """
-    of_one = segment_file.encoded_bytes_bound(schema, 1, paged=needs_gaps(schema)) + item_bytes
+    of_one = segment_file.encoded_bytes_bound(schema, 1) + item_bytes
     least = _least_capacity(of_one)
     if capacity_bytes < least:
         raise ValueError(

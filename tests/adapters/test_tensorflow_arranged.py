@@ -34,7 +34,6 @@ def row_of(number):
 @pytest.fixture
 def cache(tmp_path):
     with ac.Cache.create(tmp_path / "cache", SCHEMA, "4MiB", "256KiB", segment_rows=10) as cache:
-        assert cache.store.settings.version == 2
         with cache.writer() as writer:
             for number in range(ROWS):
                 writer.append(row_of(number))

@@ -6,7 +6,6 @@ import ast
 import copy
 import datetime as dt
 import io
-import json
 import os
 import pickle
 import random
@@ -1192,7 +1191,6 @@ def test_a_rolling_cache_is_refused_and_a_datasets_cache_is_no_rolling_one(path,
     with pytest.raises(ac.CacheFormatError, match="is a rolling cache"):
         cached(Numbers(3), tmp_path / "rolling", capacity="100MiB")
     cached(Numbers(3), path, capacity="100MiB").close()
-    assert json.loads((path / "cache.json").read_text())["version"] == 3
     with pytest.raises(ac.SchemaError):
         ac.Cache.create(path, {"x": ac.String()}, "100MiB", "1MiB", exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""Other readers read segments whose wide columns begin at pages, after gaps, and others; in one data set."""
+"""Other readers read segments whose columns begin at pages, after gaps."""
 
 from __future__ import annotations
 
@@ -33,20 +33,15 @@ def row_of(number):
     }
 
 
-@pytest.fixture(params=["paged", "both"])
-def files(request, tmp_path):
-    """Of ten rows each; "both": the first one is packed, as 0.1.0 writes it."""
+@pytest.fixture
+def files(tmp_path):
+    """Of ten rows each."""
     with ac.Cache.create(tmp_path / "cache", SCHEMA, "4MiB", "256KiB", segment_rows=10) as cache:
-        assert cache.store.settings.version == 2
         with cache.writer() as writer:
             for number in range(ROWS):
                 writer.append(row_of(number))
         files = segment_files(cache)
-    if request.param == "both":
-        batch = pa.ipc.open_file(files[0].read_bytes()).get_batch(0)
-        with pa.ipc.new_file(files[0], batch.schema) as file:
-            file.write_batch(batch)
-    assert [begins_at_a_page(path) for path in files] == [request.param == "paged", True, True]
+    assert all(map(begins_at_a_page, files))
     return files
 
 

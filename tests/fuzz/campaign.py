@@ -27,7 +27,7 @@ SEGMENT_KINDS = (
     "one_byte", "length", "word", "field", "overlap", "offset", "values", "noise", "footers", "foreign",
 )  # fmt: skip
 OTHER_KINDS = ("settings", "lock", "names", "ranks", "state")
-SUBJECTS = ("fixed", "mixed", "text", "wide", "every", "paged")
+SUBJECTS = ("fixed", "mixed", "text", "wide", "every", "gaps")
 _CASES_A_WORKER = 2000
 _WEIGHTS = {"one_byte": 4, "word": 3, "field": 3, "every": 1, "fixed": 6, "mixed": 6}  # of the cases
 

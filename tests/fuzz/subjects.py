@@ -29,7 +29,7 @@ SCHEMAS = {
     "text": ac.Schema({"name": ac.String(), "id": ac.Tensor("int64"), "r": ac.Ragged("int16")}),
     "wide": ac.Schema(_FIXED | {"a": ac.Tensor("uint8", (700,)), "b": ac.Tensor("float64", (33,))}),
     "every": EVERY_TYPE,
-    "paged": ac.Schema(
+    "gaps": ac.Schema(
         {"id": ac.Tensor("int64"), "a": ac.Tensor("uint8", (4096,)), "b": ac.Tensor("int64", (576,))}
     ),
 }

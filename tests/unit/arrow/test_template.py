@@ -19,7 +19,7 @@ SCHEMAS = {
     "every": ac.Schema(EVERY_TYPE.fixed),
     "small": ac.Schema({"n": ac.Tensor("int16"), "x": ac.Tensor("float32", (3,))}),
     "scalar": ac.Schema({"n": ac.Tensor("int64")}),
-    "paged": ac.Schema({"x": ac.Tensor("float32", (128,)), "n": ac.Tensor("uint8")}),
+    "with gaps": ac.Schema({"x": ac.Tensor("float32", (128,)), "n": ac.Tensor("uint8")}),
 }
 ROWS = 3
 
@@ -165,7 +165,7 @@ def test_only_what_comes_again_is_learned_and_only_so_much_is_kept(monkeypatch):
 
 
 def test_a_template_that_would_be_large_is_not_made(monkeypatch):
-    schema = SCHEMAS["paged"]
+    schema = SCHEMAS["with gaps"]
     data = file_bytes(schema, columns_of(schema, ROWS))
     limit(monkeypatch, template_bytes=100)
     known, _ = learned(schema, data)

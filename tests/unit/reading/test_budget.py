@@ -272,7 +272,7 @@ def test_a_state_within_a_bucket_has_a_bit_for_each_of_its_rows():
 )  # fmt: skip
 def test_a_damaged_state_is_refused(change):
     state = Epoch(plan_of([50], 5), np.full(50, 20, np.int32)).rest(1).to_state()
-    assert (state["position"], state["version"]) == (3, 3)
+    assert state["position"] == 3
     with pytest.raises(ValueError, match="the state is damaged"):
         Plan.from_state(state | change, has_buckets=True)
 

@@ -146,7 +146,6 @@ def test_batches_by_tokens_are_of_selected_rows(masks, shuffle):
 )
 def test_a_state_with_bitmaps_that_cannot_be_is_refused(selected):
     state = plan_of([[True, False, True, True, True], [True]]).to_state()
-    assert state["version"] == 4
     assert Plan.from_state(state).counts.tolist() == [4, 1]
     with pytest.raises(ValueError, match="the state is damaged"):
         Plan.from_state(state | {"selected": selected})
@@ -159,9 +158,3 @@ def test_a_state_that_lacks_its_selection_is_refused_and_the_next_epoch_needs_no
         Plan.from_state(without)
     following = state | {"epoch": 2, "position": 0, "segments": []}
     assert Plan.from_state(following).epoch == 2
-
-
-def test_a_state_of_all_rows_is_as_it_was():
-    state = plan_of([[True], [True]]).to_state()
-    assert state["version"] == 2
-    assert "selected" not in state

@@ -91,10 +91,10 @@ def test_headroom_is_a_share_of_the_capacity_but_at_least_two_segments():
     assert SETTINGS.with_capacity(50_000_000).headroom_bytes == 5_000_000
 
 
-@pytest.mark.parametrize("version", [4, 0, "1", None])
+@pytest.mark.parametrize("version", [1, 2, 3, 5, "4", None])
 def test_another_format_version_is_refused_with_both(version):
     record = json.loads(SETTINGS.text) | {"version": version}
-    with pytest.raises(ac.CacheFormatError, match=f"version {version}.*reads 1"):
+    with pytest.raises(ac.CacheFormatError, match=f"version {version}, and this arrowcache reads 4"):
         Settings.from_json(json.dumps(record))
 
 
@@ -106,21 +106,27 @@ def test_text_that_is_not_ours_is_refused(text):
         Settings.from_json(text)
 
 
-WITHOUT_CHECKSUM = {key: value for key, value in json.loads(SETTINGS.text).items() if key != "checksum"}
+RECORD = {key: value for key, value in json.loads(SETTINGS.text).items() if key != "checksum"}
+
+
+def with_checksum(record) -> str:
+    """cache.json of these values."""
+    record = {key: value for key, value in record.items() if key != "checksum"}
+    return json.dumps(record | {"checksum": xxhash.xxh3_64_hexdigest(json.dumps(record).encode())})
 
 
 @pytest.mark.parametrize("field", ["schema", "capacity_bytes", "segment_bytes", "full_rows", "headroom"])
 @pytest.mark.parametrize("value", [None, "x", [], {}])
 def test_a_damaged_field_is_refused(field, value):
     with pytest.raises(ac.CacheFormatError):
-        Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+        Settings.from_json(with_checksum(RECORD | {field: value}))
 
 
 @pytest.mark.parametrize("field", ["capacity_bytes", "segment_bytes", "full_rows"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_size_that_is_not_positive_is_refused(field, value):
     with pytest.raises(ac.CacheFormatError, match="not positive"):
-        Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+        Settings.from_json(with_checksum(RECORD | {field: value}))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +144,9 @@ def test_a_size_that_is_not_positive_is_refused(field, value):
     ],
 )  # fmt: skip
 def test_a_value_that_no_cache_has_is_refused(field, value):
-    assert Settings.from_json(json.dumps(WITHOUT_CHECKSUM)) == SETTINGS
-    with pytest.raises(ac.CacheFormatError, match="damaged"):
-        Settings.from_json(json.dumps(WITHOUT_CHECKSUM | {field: value}))
+    assert Settings.from_json(with_checksum(RECORD)) == SETTINGS
+    with pytest.raises(ac.CacheFormatError, match="a value: "):
+        Settings.from_json(with_checksum(RECORD | {field: value}))
 
 
 def test_the_largest_and_smallest_values_that_a_cache_has_are_read():
@@ -148,13 +154,7 @@ def test_the_largest_and_smallest_values_that_a_cache_has_are_read():
         {"capacity_bytes": 2**62, "segment_bytes": 2**62, "full_rows": 2**31 - 1}, {"full_rows": 125_000},
         {"headroom": 0.0}, {"headroom": 0.999, "durable": False}, {"capacity_bytes": 1, "full_rows": 1},
     ):  # fmt: skip
-        assert Settings.from_json(json.dumps(WITHOUT_CHECKSUM | more)) == replace(SETTINGS, **more)
-
-
-def with_checksum(record) -> str:
-    """cache.json as a release wrote it that knows more."""
-    record = {key: value for key, value in record.items() if key != "checksum"}
-    return json.dumps(record | {"checksum": xxhash.xxh3_64_hexdigest(json.dumps(record).encode())})
+        assert Settings.from_json(with_checksum(RECORD | more)) == replace(SETTINGS, **more)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,7 @@ def test_a_key_that_is_gone_and_one_of_the_pace_are_named():
         Settings.from_json(with_checksum(record | {"pace": {"min_rows": 1, "burst": 2}}))
 
 
-def test_what_ranks_of_0_1_0_agreed_on_is_read():
-    """It has no word of what came next, nor of rows that were left out."""
-    data = line_of({"version": 1, "terms": {"seed": 3}, "runs": [2, 3]})
-    assert RanksRecord.unpack(data) == RanksRecord({"seed": 3}, [2, 3, 4])
-
-
-@pytest.mark.parametrize("text", [SETTINGS.text, json.dumps(WITHOUT_CHECKSUM)])
+@pytest.mark.parametrize("text", [SETTINGS.text, json.dumps(RECORD)])
 def test_an_unknown_key_is_a_newer_format_whatever_the_checksum_says(text):
     """A later one may be made in another way."""
     with pytest.raises(ac.CacheFormatError, match=r"cache\.json has 'evict', 'more', which this arrowcache"):
@@ -350,13 +344,13 @@ def line_of(record):
     return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
 
 
-AGREED = {"version": 1, "terms": {}, "runs": [], "seen": [0, 0]}
+AGREED = {"version": 4, "terms": {}, "runs": [], "seen": [0, 0]}
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        [], {}, {"version": 1}, AGREED | {"version": 2}, AGREED | {"terms": 5},
+        [], {}, {"version": 4}, AGREED | {"version": 1}, AGREED | {"terms": 5},
         *(AGREED | {"runs": runs} for runs in (
             [1], ["a", "b"], None, [0, 2**20 + 1], [MOST_SEQ, 1], [5, 1, -5, 1], [0, True], [0, -3],
         )),

@@ -231,11 +231,11 @@ def test_a_creation_that_was_killed_half_way_is_finished_by_the_next(path):
 def test_a_newer_version_is_refused_and_nothing_is_touched(path):
     publish(make_cache(path), 2)
     settings = path / "cache.json"
-    settings.write_text(settings.read_text().replace('"version": 1', '"version": 4'))
+    settings.write_text(settings.read_text().replace('"version": 4', '"version": 5'))
     (path / "incoming" / f"{1:032x}.part").touch()
     before = tree(path)
     for attempt in (lambda: ac.Cache.open(path), lambda: make_cache(path, exist_ok=True)):
-        with pytest.raises(ac.CacheFormatError, match=r"version 4.*reads 1 to 3"):
+        with pytest.raises(ac.CacheFormatError, match=r"version 5, and .*reads 4"):
             attempt()
     assert tree(path) == before
 

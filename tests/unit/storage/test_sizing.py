@@ -8,7 +8,6 @@ import pytest
 
 import arrowcache as ac
 from arrowcache.arrow.segment import encoded_bytes_bound, max_rows, row_bytes
-from arrowcache.storage.layout import PAGED_VERSION
 from arrowcache.storage.sizing import beyond_disk, require_capacity, require_pace, room_of_two, settings_of
 
 SCHEMA = ac.Schema({"x": ac.Tensor("uint8", (1000,))})
@@ -21,21 +20,21 @@ def sized(schema=SCHEMA, capacity=100 * MIB, segment_bytes=MIB, segment_rows=Non
     return settings_of(schema, capacity, segment_bytes, segment_rows, headroom, True)
 
 
-@pytest.mark.parametrize(("schema", "paged"), [(SCHEMA, False), (WIDE, True)])
-def test_a_segment_holds_one_row_at_least(schema, paged):
-    one = encoded_bytes_bound(schema, 1, paged=paged)
+@pytest.mark.parametrize("schema", [SCHEMA, WIDE])
+def test_a_segment_holds_one_row_at_least(schema):
+    one = encoded_bytes_bound(schema, 1)
     settings = sized(schema, segment_bytes=one)
-    assert (settings.full_rows, settings.segment_bytes, settings.version == PAGED_VERSION) == (1, one, paged)
+    assert (settings.full_rows, settings.segment_bytes) == (1, one)
     with pytest.raises(ValueError, match=r"a row needs a segment of .*raise segment_bytes"):
         sized(schema, segment_bytes=one - 1)
 
 
-@pytest.mark.parametrize(("schema", "paged"), [(SCHEMA, False), (WIDE, True), (TEXT, False)])
-def test_as_many_rows_as_fit_or_fewer_make_a_full_segment(schema, paged):
-    most = max_rows(schema, MIB, paged=paged)
+@pytest.mark.parametrize("schema", [SCHEMA, WIDE, TEXT])
+def test_as_many_rows_as_fit_or_fewer_make_a_full_segment(schema):
+    most = max_rows(schema, MIB)
     assert (sized(schema).full_rows, sized(schema).segment_bytes) == (most, MIB)
     for rows in (most, 3):
-        bound = encoded_bytes_bound(schema, rows, paged=paged) if schema is not TEXT else MIB
+        bound = encoded_bytes_bound(schema, rows) if schema is not TEXT else MIB
         settings = sized(schema, segment_rows=rows)
         assert (settings.full_rows, settings.segment_bytes) == (rows, bound)
     with pytest.raises(ValueError, match=f"or lower segment_rows to {most}"):

@@ -339,7 +339,7 @@ def _getter_of(filesystem: fs.FileSystem) -> Getter | None:
 
 
 def is_installed(package: str) -> bool:
-    """True if a package can be imported. Threads ask: if the import of one fails, others get half a module."""
+    """True if a package can be imported. Threads ask: where one fails to import it, others get half a module."""
     return find_spec(package) is not None
 
 

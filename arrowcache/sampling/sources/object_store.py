@@ -339,7 +339,7 @@ def _getter_of(filesystem: fs.FileSystem) -> Getter | None:
 
 
 def is_installed(package: str) -> bool:
-    """True if a package can be imported. Threads ask: where one fails to import it, others get half a module."""
+    """True if a package can be imported. Threads ask: if one fails to import a module, others get half of it."""
     return find_spec(package) is not None
 
 

@@ -339,7 +339,7 @@ def _getter_of(filesystem: fs.FileSystem) -> Getter | None:
 
 
 def is_installed(package: str) -> bool:
-    """True if a package can be imported. Threads ask: if one fails to import a module, others get half of it."""
+    """True if a package can be imported. Threads ask: an import that fails in one fails oddly in others."""
     return find_spec(package) is not None
 
 

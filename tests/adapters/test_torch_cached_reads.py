@@ -154,7 +154,7 @@ class Short(Numbers):
 
 def test_many_that_are_fewer_than_were_asked_for_are_an_error_and_no_item_gets_the_place_of_another(path):
     with cached(Short(LENGTH), path, capacity="16MiB") as train:
-        with pytest.raises(ValueError, match="zip"):
+        with pytest.raises(ac.SchemaError, match="give one for each"):
             train.fill(0, progress=False, reads=4)
         assert train.cached <= 40
     with cached(Numbers(LENGTH), path, capacity="16MiB") as train:

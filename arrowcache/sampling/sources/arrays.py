@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.sources.object_store import ObjectStore
+from arrowcache.sampling.sources.object_store import ObjectStore, is_installed
 from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_bytes, strides_of
 
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
@@ -113,26 +113,23 @@ def _open(store: ObjectStore, address: Address, name: str) -> Array:
             raise ValueError(f"{name}: a .npy file has one array: leave out #{inner}")
         return NpyArray(store, path)
     if path.endswith(_HDF5):
-        try:
-            from arrowcache.sampling.sources.hdf5 import Hdf5Array
-        except ModuleNotFoundError as error:
-            raise _missing(name, "h5py", error) from error
+        _require("h5py", name)
+        from arrowcache.sampling.sources.hdf5 import Hdf5Array
+
         return Hdf5Array(store, path, inner, name)
-    try:
-        from arrowcache.sampling.sources.zarr3 import ZarrArray
-    except ModuleNotFoundError as error:
-        raise _missing(name, "zarr", error) from error
+    _require("zarr", name)
+    from arrowcache.sampling.sources.zarr3 import ZarrArray
+
     return ZarrArray(store, path, inner, name)
 
 
-def _missing(name: str, package: str, error: ModuleNotFoundError) -> Exception:
-    if error.name != package:
-        return error
-    return ModuleNotFoundError(
-        f"{name} needs {package}: pip install 'arrowcache[sources]'"
-        + (", with Python 3.11 or newer" if package == "zarr" else ""),
-        name=package,
-    )
+def _require(package: str, name: str) -> None:
+    if not is_installed(package):
+        raise ModuleNotFoundError(
+            f"{name} needs {package}: pip install 'arrowcache[sources]'"
+            + (", with Python 3.11 or newer" if package == "zarr" else ""),
+            name=package,
+        )
 
 
 class NpyArray:

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pyarrow import NativeFile, fs
@@ -330,15 +331,16 @@ def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
 
 
 def _getter_of(filesystem: fs.FileSystem) -> Getter | None:
-    if filesystem.type_name == "local":
+    if filesystem.type_name == "local" or not is_installed("obstore"):
         return None
-    try:
-        from arrowcache.sampling.sources.getter import getter_of
-    except ModuleNotFoundError as error:
-        if error.name != "obstore":
-            raise
-        return None
+    from arrowcache.sampling.sources.getter import getter_of
+
     return getter_of(filesystem)
+
+
+def is_installed(package: str) -> bool:
+    """True if a package can be imported. Threads ask: an import that fails in one fails oddly in others."""
+    return find_spec(package) is not None
 
 
 def _connect(uri: str) -> tuple[fs.FileSystem, str]:

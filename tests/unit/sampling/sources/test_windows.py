@@ -7,11 +7,14 @@ import gzip
 import json
 import struct
 import sys
+import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drawing import planned, require_pure, take
+from pyarrow import fs
 from quick import first_is_quick
 
 import arrowcache as ac
@@ -600,12 +603,49 @@ def test_another_file_is_said_to_be_that(tmp_path, name, says):
         ArrayWindows(f"{tmp_path}/{name}", (1,))
 
 
+class Slowly:
+    """Finds a module of the package whose import takes a while, so that threads meet in it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"arrowcache.sampling.sources.{name}"
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != self._name:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (time.sleep(0.3), execute(module))
+        return spec
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    """Have a package be missing, which a module of ours imports."""
+
+    def have(package: str, module: str) -> None:
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"arrowcache.sampling.sources.{module}", raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Slowly(module), *sys.meta_path])
+
+    return have
+
+
 @pytest.mark.parametrize(
     ("package", "module", "uri"), [("zarr", "zarr3", "x.zarr"), ("h5py", "hdf5", "x.h5#x")]
 )
-def test_a_package_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch, package, module, uri):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"arrowcache.sampling.sources.{module}", raising=False)
+@pytest.mark.parametrize("arrays", [1, 5])
+def test_a_package_that_is_missing_is_named_with_what_to_install(
+    tmp_path, missing, package, module, uri, arrays
+):
+    missing(package, module)
     advice = rf"{package}: pip install 'arrowcache\[sources\]'"
     with pytest.raises(ModuleNotFoundError, match=advice):
-        ArrayWindows(f"{tmp_path}/{uri}", (1,))
+        ArrayWindows([f"{tmp_path}/{uri}"] * arrays, (1,))
+
+
+def test_without_obstore_many_arrays_are_opened_at_once(tmp_path, missing, volume):
+    missing("obstore", "getter")
+    np.save(tmp_path / "x.npy", volume)
+    files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    source = ArrayWindows(["x.npy"] * 8, (3,), filesystem=files)
+    assert next(iter(source(np.random.default_rng(0))))["data"].shape == (3, 12, 7)

@@ -342,4 +342,5 @@ def _bytes_of_no_row(schema: Schema) -> int:
     for name in schema.variable:
         columns[name] = VariableColumn(np.zeros(1, np.int32), bytearray())
     buffers = 2 * len(schema)
-    return encode(schema, columns).nbytes + CACHE_LINE_BYTES * buffers + sum(alignments_of(schema))
+    gaps = sum(alignment - 8 for alignment in alignments_of(schema))  # each begins at a multiple of 8
+    return encode(schema, columns).nbytes + CACHE_LINE_BYTES * buffers + gaps

@@ -61,8 +61,7 @@ def arrow_dataset(
 ) -> Any:
     """Return a dataset of dicts; each of its iterations is an epoch of a loader."""
     files, assemble = wires_of(columns, fixed), partial(assemble_columns, columns, fixed)
-    nothing = _file_of_nothing()
-    end = np.full(len(files), nothing.address, np.uint64), np.full(len(files), nothing.size, np.int64)
+    end = np.full(len(files), _NOTHING.address, np.uint64), np.full(len(files), _NOTHING.size, np.int64)
 
     def epoch() -> _EpochFrames:
         return _EpochFrames(Frames(columns, fixed, rooms), loader, end)
@@ -94,6 +93,9 @@ def _file_of_nothing() -> pa.Buffer:
     sink = pa.BufferOutputStream()
     pa.ipc.new_file(sink, pa.schema([])).close()
     return sink.getvalue()
+
+
+_NOTHING = _file_of_nothing()  # never freed: TensorFlow has only its address
 
 
 def _rows_of(read: Callable[..., Any], wires: Sequence[TensorPart], address: Any, nbytes: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from quick import SEED, in_part
 
 import arrowcache
@@ -66,6 +67,8 @@ class Interruption:
         self._before: Any = None  # such as a measurement of coverage
 
     def __enter__(self) -> Self:
+        if "opcode" in self._events and sys.version_info[:2] == (3, 12):
+            pytest.skip("Python 3.12 traces no instruction of a frame that asks for it while it is traced")
         self._before = sys.gettrace()
         sys.settrace(self._trace)
         return self

@@ -22,13 +22,18 @@ LOKY = "loky.backend.popen_loky_posix"
 def proc(monkeypatch):
     """Processes by pid, each a command and its parent, in place of those of this machine."""
     found = {1: (["/sbin/init"], 0)}
+    bytes_of, text_of = Path.read_bytes, Path.read_text
 
     def read_bytes(path):
+        if not path.is_relative_to("/proc"):  # in a thread of an earlier test
+            return bytes_of(path)
         if int(path.parent.name) not in found:
             raise FileNotFoundError(path)
         return b"".join(word.encode() + b"\0" for word in found[int(path.parent.name)][0])
 
-    def read_text(path):
+    def read_text(path, **options):
+        if not path.is_relative_to("/proc"):
+            return text_of(path, **options)
         if path.parent.name == "proc":
             return "cpu 1 2 3\nbtime 1000000\nprocesses 7\n"
         read_bytes(path)
@@ -114,15 +119,19 @@ def test_a_start_is_so_many_ticks_after_the_boot(proc, monkeypatch):
 def test_what_may_not_be_looked_at_or_was_closed_meanwhile_is_passed_over(monkeypatch):
     links = {"/proc/4/fd": {"0": "/a", "1": None, "2": "/b"}, "/proc/5/fd": None, "/proc/6/fd": {"3": "pipe"}}
 
-    def listdir(path):
+    def listdir(path, original=os.listdir):
         if path == "/proc":
             return ["4", "cpuinfo", "5", "self", "6"]
+        if path not in links:  # in a thread of an earlier test
+            return original(path)
         if links[path] is None:
             raise PermissionError(path)
         return list(links[path])
 
-    def readlink(path):
-        folder, _, fd = path.rpartition("/")
+    def readlink(path, original=os.readlink):
+        folder, _, fd = str(path).rpartition("/")
+        if folder not in links:
+            return original(path)
         if links[folder][fd] is None:
             raise FileNotFoundError(path)
         return links[folder][fd]

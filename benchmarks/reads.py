@@ -284,9 +284,10 @@ def uri(port: int, name: str) -> str:
 
 
 def write_arrays(folder: str) -> None:
-    """256 MiB as Zarr by three forms of chunks, and 4 GiB of zeros as .npy."""
-    np.lib.format.open_memmap(f"{folder}/x.npy", "w+", np.float32, (1 << 30,))
+    """256 MiB as .npy, and as Zarr by three forms of chunks; 4 GiB of zeros as .npy."""
+    np.lib.format.open_memmap(f"{folder}/sparse.npy", "w+", np.float32, (1 << 30,))
     flat = np.random.default_rng(0).random(64 * MIB, np.float32)
+    np.save(f"{folder}/x.npy", flat)
     options: dict[str, Any] = {"compressors": None}
     zarr.create_array(f"{folder}/small.zarr", data=flat, chunks=(16 * KIB,), **options)
     zarr.create_array(f"{folder}/large.zarr", data=flat, chunks=(256 * KIB,), **options)
@@ -297,22 +298,24 @@ def write_arrays(folder: str) -> None:
     zarr.consolidate_metadata(f"{folder}/rows.zarr")
 
 
-WINDOWS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    ".npy, windows of 4 KiB": ("x.npy", (1024,), {}),
-    "Zarr, chunks of 64 KiB, windows of 4": ("small.zarr", (1024,), {}),
-    "Zarr, chunks of 1 MiB, windows of 256 KiB": ("large.zarr", (64 * KIB,), {}),
-    "the same, 4 windows a chunk": ("large.zarr", (64 * KIB,), {"windows_per_chunk": 4}),
+WINDOWS: dict[str, tuple[str, tuple[int, ...], int, dict[str, Any]]] = {
+    ".npy, windows of 4 KiB": ("x.npy", (1024,), 32, {}),
+    "the same of 4 GiB, reads=128": ("sparse.npy", (1024,), 128, {}),
+    "Zarr, chunks of 64 KiB, windows of 4": ("small.zarr", (1024,), 32, {}),
+    "Zarr, chunks of 1 MiB, windows of 256 KiB": ("large.zarr", (64 * KIB,), 32, {}),
+    "the same, 4 windows a chunk": ("large.zarr", (64 * KIB,), 32, {"windows_per_chunk": 4}),
 }
+"""The file, the window, the reads of each of two workers, and further arguments."""
 
 
 def windows(folder: str) -> None:
-    """Two workers of 32 reads each. A pool's first segments are small, and waste reads: 8 s settle them."""
+    """Two workers. A pool's first segments are small, and waste reads: 8 s settle them."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in WINDOWS}
     for _ in range(REPEATS):
-        for name, (file, shape, options) in WINDOWS.items():
+        for name, (file, shape, reads, options) in WINDOWS.items():
             with store(folder=folder) as port:
                 source = ArrayWindows([uri(port, file)], shape, **options)
-                found[name].append(filled(source, source.schema, 2, 32, settle=8))
+                found[name].append(filled(source, source.schema, 2, reads, settle=8))
     tell(found)
 
 

@@ -55,7 +55,7 @@ def sample(number):
 @pytest.fixture
 def full(tmp_path):
     """All types, in several segments."""
-    with ac.Cache.create(tmp_path / "full", EVERY_TYPE, "64MiB", "32KiB") as cache:
+    with ac.Cache.create(tmp_path / "full", EVERY_TYPE, "64MiB", "48KiB") as cache:
         with cache.writer() as writer:
             for number in range(40):
                 writer.append(sample(number))
@@ -70,7 +70,7 @@ def cache(tmp_path):
 
 
 def create(path, schema, **options):
-    options = {"capacity": "64MiB", "segment_bytes": "32KiB"} | options
+    options = {"capacity": "64MiB", "segment_bytes": "48KiB"} | options
     return ac.Cache.create(path, schema, **options)
 
 

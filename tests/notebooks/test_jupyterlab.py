@@ -23,7 +23,7 @@ if missing():
 pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02-explore-a-cache.ipynb"
 RUN_SECONDS = 400.0  # for what takes 20 where nothing else is at work
-PLOTS = ("values-code", "growth-code", "plots-code")
+PLOTS = ("values-code", "growth-code")
 
 RECORD = """
 window.seen = [];

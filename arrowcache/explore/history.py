@@ -23,7 +23,6 @@ class LoaderRate:
     """
 
     key: int
-    pid: int
     bytes_per_second: float
     stall_share: float
     bottleneck: str
@@ -124,7 +123,6 @@ def _loader_rate(before: SeenLoader | None, now: SeenLoader, seconds: float) -> 
     inside = more("seconds")  # an epoch
     return LoaderRate(
         key=now.key,
-        pid=now.pid,
         bytes_per_second=more("bytes") / seconds if seconds else 0.0,
         stall_share=min(1.0, stalled / seconds) if seconds else 0.0,
         bottleneck=bottleneck_of(now.batches, stalls, inside, stalled, stages) if inside else "none",

@@ -55,22 +55,18 @@ class Selection:
         #: False: it leaves out only what is excluded.
         self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
         self._notes = self._annotations.notes
-        self.names: tuple[str, ...] = ()  # of tags and annotations
         #: None: neither a function nor an expression is asked.
         self.function: RowFunction[Mask] | None = None
         schema = store.settings.schema
         if isinstance(rows, str) and rows not in NO_TAGS:
             self._notes.require_known_tag(rows, expect)
-            self.names = (rows,)
         elif is_expression(rows):
-            names = self._annotations.names(expect)
-            used, kind = require_expression(rows, "rows", schema, names)
+            used, kind = require_expression(rows, "rows", schema, self._annotations.names(expect))
             if not pa.types.is_boolean(kind):
                 raise ValueError(
                     f"rows={shown(rows)} gives {kind}, not a bool for each row: compare it, "
                     "such as pyarrow.compute.field('label') != 3"
                 )
-            self.names = tuple(name for name in names if name in used)
             function = table_function(rows, schema)
             self.function = StoredFunction(
                 self._annotations, schema, used, function, _without_nulls, f"rows={shown(rows)}"

@@ -166,13 +166,6 @@ def batches(source: Any) -> list[dict[str, Any]]:
         close()
 
 
-def second_epoch(source: Any) -> int:
-    iterator = iter(source)
-    next(iterator)
-    list(iterator)
-    return len(list(source))
-
-
 def pids(source: Any) -> bool:
     """True if all batches come from this process."""
     return {pid for batch in batches(source) for pid in np.ravel(batch["pid"]).tolist()} == {os.getpid()}
@@ -215,11 +208,11 @@ def proves_pace(face: Face, cache: ac.Cache) -> None:
 
 
 @changes
-def proves_run_id(face: Face, cache: ac.Cache, see: Callable[[Any], Any] | None = None) -> None:
-    seen = face.seen(cache, see, rank=0, world_size=2)
+def proves_run_id(face: Face, cache: ac.Cache) -> None:
+    seen = face.seen(cache, rank=0, world_size=2)
     assert isinstance(seen, tuple)
     assert "run_id" in seen[1]
-    assert not isinstance(face.seen(cache, see, **RANKED, timeout=0.3), tuple)
+    assert not isinstance(face.seen(cache, **RANKED, timeout=0.3), tuple)
 
 
 def proves_expect(face: Face, cache: ac.Cache) -> None:
@@ -319,11 +312,6 @@ def of_dataset(dataset: Any) -> Any:
     from arrowcache.torch import EpochBatchSampler
 
     return batches(DataLoader(dataset, batch_sampler=EpochBatchSampler(path_of(dataset), 16)))
-
-
-def first_batches(source: Any) -> Any:
-    """Two of an iteration that is left, which waits for no other rank."""
-    return batches(itertools.islice(source, 2))
 
 
 def of_tensorflow(dataset: Any) -> Any:

@@ -41,8 +41,8 @@ export TESTS_SEED := $(shell git rev-parse --short=6 HEAD 2>/dev/null || echo 0)
 # Of the tests beyond `make test`, one in SHARE runs, which that hash draws, too: CI asks for fewer than all.
 SHARE ?= 1
 
-BENCH := ceiling cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers \
-	device device_proof packed reads selection tensorflow explore durable engines sources soak pace slow_source beyond_memory
+BENCH := cached gather loader ingest gil startup segments views threads epochs window shuffle memory dataloader workers tokens \
+	device packed reads selection tensorflow explore durable engines sources soak pace beyond_memory
 # Where each of these runs; that of TensorFlow with tensorflow-io, and in the newest.
 BENCH_IN_NEWEST = $(filter-out tensorflow,$(BENCH))
 BENCH_TENSORFLOW_IN = $(if $(filter tensorflow,$(BENCH)),oldest tensorflow)
@@ -53,12 +53,12 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help environments demo check test test-all test-rest nightly test-pythons test-newest test-ray test-tensorflow test-jax test-oldest test-spark \
-	test-install coverage test-extras fuzz mutants bench peers pictures wheels docs lint format freeze clean
+	test-install coverage test-extras fuzz mutants bench peers device-proof pictures wheels docs lint format freeze clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train on a cache that grows, and print what happened each epoch"
-	@echo "make check   run the quick tests, after each change      (ARGS=... goes to pytest, here and below)"
+	@echo "make check   run the quickest tests, after each change   (ARGS=... goes to pytest, here and below)"
 	@echo "make test    run the quick tests, and one case of each slow kind, in one environment"
 	@echo "make nightly     all that, every case of it, with longer storms, each Python, and Spark"
 	@echo "make test-pythons    run the core's quick tests in each Python of 3.10 to 3.13 that is found, or test-python-3.10"
@@ -69,8 +69,9 @@ help:
 	@echo "make mutants    break the code in MUTANTS=200 places drawn by SEED=0, in files with ONLY=reading/order.py,"
 	@echo "             and tell which breaks the unit tests do not notice; hours for thousands"
 	@echo "make environments   install what tests need, with -j4 all at once"
-	@echo "make bench   run the benchmarks         (BENCH=gather for one)"
+	@echo "make bench   run the benchmarks         (BENCH=gather for one, ARGS=--small to see that it runs)"
 	@echo "make peers   measure arrowcache beside its peers, and write the tables and plots of that"
+	@echo "make device-proof   prove the way to the GPU of this machine, in 8 minutes"
 	@echo "make pictures   take README's pictures anew, of a notebook in JupyterLab; needs chromium"
 	@echo "make wheels  compile wheels of all platforms into dist/, with no compiler but the one that pip brings"
 	@echo "make docs    build the site of README, guides and reference into site/, and check its links"
@@ -88,10 +89,11 @@ demo: .envs/demo/.stamp
 
 environments: .envs/test/.stamp .envs/newest/.stamp .envs/tensorflow/.stamp .envs/jax/.stamp .envs/oldest/.stamp
 
-# The quick tests. Each process first imports what the tests need, so that there are no more than processors.
+# The quick tests but for the functions that take most of the time: see tests/quick.py. Each process first imports what
+# the tests need, so that there are no more than processors.
 check: .envs/test/.stamp
 	$(call compile,test)
-	.envs/test/bin/python -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' $(ARGS)
+	.envs/test/bin/python -m pytest --numprocesses $$(nproc) --dist worksteal $(NOT_BESIDE) -m 'not slow' --quickest $(ARGS)
 
 # The quick tests and one case of each slow kind: it can fail for each promise of the README.
 test: .envs/test/.stamp
@@ -102,8 +104,8 @@ test: .envs/test/.stamp
 test-all: test test-rest
 test-rest: test-newest test-ray test-tensorflow test-jax test-oldest test-install
 
-# All that commits have a part of, longer storms, each Python, and Spark. It writes what it was run on, for the commits
-# to come.
+# All that commits have a part of, longer storms, each Python, and Spark. It writes what it was run on, and which quick
+# tests took most of the time, for the commits to come.
 nightly:
 	$(MAKE) test-all STORM_SECONDS=600 ARGS='--nightly $(ARGS)'
 	$(MAKE) test-pythons test-spark
@@ -133,7 +135,7 @@ NOT_BESIDE := --ignore tests/adapters/test_ray.py --deselect '$(RAY_NOTEBOOK)' -
 
 # What no version of NumPy, pyarrow or TensorFlow changes: the source text and its layers; the engine's C; which of our
 # own file calls fails, or is the last before the power does; the peers' figures; what is refused, and in which words.
-NOT_IN_OLDEST := --ignore tests/architecture --ignore tests/benchmarks --ignore tests/native --ignore tests/cli \
+NOT_IN_OLDEST := --ignore tests/architecture --ignore tests/benchmarks --ignore tests/gpu --ignore tests/native --ignore tests/cli \
 	--ignore tests/refusals --ignore tests/stateful \
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
 
@@ -201,15 +203,20 @@ mutants: .envs/mutants/.stamp
 bench: $(patsubst %,.envs/%/.stamp,$(if $(BENCH_IN_NEWEST),newest) $(BENCH_TENSORFLOW_IN))
 	$(call compile,newest)
 	failed=; for benchmark in $(BENCH_IN_NEWEST); do \
-		echo "== $$benchmark"; $(RUN) -m benchmarks.$$benchmark || failed="$$failed $$benchmark"; done; \
+		echo "== $$benchmark"; $(RUN) -m benchmarks $$benchmark $(ARGS) || failed="$$failed $$benchmark"; done; \
 	for environment in $(BENCH_TENSORFLOW_IN); do echo "== tensorflow, in $$environment"; \
-		.envs/$$environment/bin/python -m benchmarks.tensorflow || failed="$$failed tensorflow"; done; \
+		.envs/$$environment/bin/python -m benchmarks tensorflow $(ARGS) || failed="$$failed tensorflow"; done; \
 	if [ "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 # Each peer in the environment that constraints/ has for it; ARGS="--peers litdata,arrowcache --again" for some.
 peers: .envs/newest/.stamp
 	$(call compile,newest)
-	$(RUN) -m benchmarks.peers $(ARGS)
+	$(RUN) -m benchmarks peers $(ARGS)
+
+# Whether the way to a GPU holds on this one. Without one it proves nothing, and says so.
+device-proof: .envs/newest/.stamp
+	$(call compile,newest)
+	PYTHONPATH=tests $(RUN) -m gpu $(ARGS)
 
 # What starts JupyterLab and the browser is shared with the tests.
 pictures: .envs/newest/.stamp

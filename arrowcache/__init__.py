@@ -21,7 +21,7 @@ General layout, from top to bottom; an import only points down:
     display.py               how values show themselves, as text and as HTML
     progress.py              a bar on stderr, which may be gone
     os_errors.py, errors.py  advice where the kernel refuses; the exception tree
-    cgroup.py, linux.py      the memory and processors there are; the kernel's calls
+    proc.py, linux.py        other processes and the memory there is; the kernel's calls
     units.py, limits.py      sizes, times and counts as people write them, and as they are bounded
 
 sampling and reading meet in storage and nowhere else.
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
         SchemaError,
         WorkerError,
     )
+    from arrowcache.reading.columns import Values
     from arrowcache.reading.loader import Loader
     from arrowcache.reading.snapshot import Snapshot
     from arrowcache.reading.stats import LoaderStats
-    from arrowcache.reading.values import Values
     from arrowcache.sampling.pool import PoolStats, SamplerPool
-    from arrowcache.sampling.rows import Rows
+    from arrowcache.sampling.reads import Rows
     from arrowcache.storage.layout import SegmentInfo
     from arrowcache.storage.overview import CacheStats
     from arrowcache.storage.pace import Pace
@@ -98,13 +98,13 @@ else:  # a type checker that saw this would take any name for one of ours
             case "LoaderStats":
                 from arrowcache.reading import stats as home
             case "Values":
-                from arrowcache.reading import values as home
+                from arrowcache.reading import columns as home
             case "PoolStats" | "SamplerPool":
                 from arrowcache.sampling import pool as home
             case "RowId":
                 from arrowcache.storage import row_ids as home
             case "Rows":
-                from arrowcache.sampling import rows as home
+                from arrowcache.sampling import reads as home
             case "SegmentInfo":
                 from arrowcache.storage import layout as home
             case "CacheStats":

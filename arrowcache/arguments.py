@@ -66,6 +66,7 @@ def face(
     instead: Mapping[str, str] | None = None,
     passed: Sequence[Parameter] = (),
     others: Sequence[str] = (),
+    same: Mapping[str, str] | None = None,
 ) -> Callable[[Face], Face]:
     """Decorate a function, a constructor or a class: what it does not take is refused, and nothing is done.
 
@@ -74,6 +75,7 @@ def face(
         instead: what to do instead of giving arguments of some names.
         passed: parameters that it passes on, in place of its `**options`: its signature shows each.
         others: names that it takes, and does not show.
+        same: other names of some of its arguments, which it takes, too.
     Raises of the decorated: TypeError: an argument of another name, or too many by position.
     """
 
@@ -89,6 +91,7 @@ def face(
 
         @functools.wraps(made)
         def checked(*given: Any, **named: Any) -> Any:
+            named = {(same or {}).get(each, each): value for each, value in named.items()}
             for each in named:
                 if each not in known:
                     raise TypeError(_refusal(name, each, known, instead or {}))

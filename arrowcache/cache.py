@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,15 +19,13 @@ from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining, importing
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import verification
-from arrowcache.storage.annotations import Annotations
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import MARKS, Notes
+from arrowcache.storage.notes_log import MARKS, NotesLog
 from arrowcache.storage.overview import CacheStats, Looks, overview
 from arrowcache.storage.pace import Pace
 from arrowcache.storage.recovery import create_store, open_store
-from arrowcache.storage.row_ids import on_host, row_ids
-from arrowcache.storage.sizing import require_pace, settings_of
+from arrowcache.storage.row_ids import NumberedRows, on_host, row_ids
+from arrowcache.storage.settings import require_pace, settings_of
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import Problem
 from arrowcache.storage.writer import Writer
@@ -50,7 +48,7 @@ class Cache(Shown, Closable):
         self._store = store
         self._closed = False
         self._looks = Looks()
-        self._annotations: Annotations | None = None
+        self._log: NotesLog | None = None  # once notes were taken
 
     @classmethod
     @face("Cache.create", _INSTEAD)
@@ -99,16 +97,13 @@ class Cache(Shown, Closable):
             SchemaError: exist_ok and another schema.
         """
         schema = Schema(schema)
-        settings = settings_of(schema, capacity, segment_bytes, segment_rows, headroom, durable)
+        options: dict[str, Any] = {"headroom": headroom, "durable": durable}
+        settings = settings_of(schema, capacity, segment_bytes, segment_rows, **options)
         require_pace(pace, settings)
-        is_said = {
-            "full_rows": segment_rows is not None,
-            # rows of a fixed size say how many bytes their segments have
-            "segment_bytes": segment_bytes is not None and (segment_rows is None or bool(schema.variable)),
-            "headroom": headroom is not None,
-            "durable": durable is not None,
-        }
-        said = [name for name, is_one in is_said.items() if is_one]
+        given = {**options, "full_rows": segment_rows}
+        if segment_rows is None or schema.variable:  # rows of a fixed size say how many bytes segments have
+            given["segment_bytes"] = segment_bytes
+        said = [name for name, value in given.items() if value is not None]
         cache = cls(create_store(Path(path).absolute(), settings, exist_ok=exist_ok, said=said))
         if pace is not None and pace != cache.pace:
             cache.set_pace(pace)
@@ -247,26 +242,23 @@ class Cache(Shown, Closable):
         Raises: ValueError, TypeError: not ids, a name or a number of values that does not fit, or a cache of
             a dataset. IndexError: a row that never was.
         """
-        annotations, found = self._noted(), row_ids(ids)
+        notes, found = self._notes, row_ids(ids)
         if not values:
             raise ValueError("annotate rows by a value: cache.annotate(ids, loss=losses)")
         taken = {name: _values(name, given, len(found), self.schema) for name, given in values.items()}
-        annotations.add(found, taken)
+        notes.annotate(found, taken)
 
     @property
-    def _notes(self) -> Notes:
-        return self._noted().notes
-
-    def _noted(self) -> Annotations:
-        """The annotations and notes of this cache. Raises: ValueError: it has none."""
+    def _notes(self) -> NotesLog:
+        """The notes of this cache. Raises: ValueError: it has none."""
         if self.store.settings.dataset is not None:
             raise ValueError(
                 "the cache of a dataset has no notes on rows: items move as segments are merged. Leave items "
                 "out by a torch.utils.data.Subset of the dataset"
             )
-        if self._annotations is None:
-            self._annotations = Annotations.of(self.store)
-        return self._annotations
+        if self._log is None:
+            self._log = NotesLog.of(self.store)
+        return self._log
 
     def dataset(self) -> pyarrow.dataset.Dataset:
         """Return a pyarrow dataset of every row, over the mapped files, which stay leased while it lives.
@@ -319,8 +311,8 @@ class Cache(Shown, Closable):
 
         Raises: LockTimeoutError, CacheFullError, OSError: annotations cannot be written; try it again.
         """
-        if self._annotations is not None:
-            self._annotations.close()
+        if self._log is not None:
+            self._log.flush()
         self._closed = True
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[str, str]]:
@@ -351,10 +343,10 @@ class Cache(Shown, Closable):
 
 def marked_rows(store: Store, segments: Sequence[SegmentInfo]) -> list[str]:
     """Count the rows of segments that are excluded, and those of each tag, in words; none of no row."""
-    notes = Notes(store)
-    if not notes.version(MARKS):
+    notes = NotesLog.of(store)
+    if not notes.files(MARKS):
         return []
-    rows = Rows.of(segments)
+    rows = NumberedRows.of(segments)
     marks = {"excluded": notes.excluded(rows)}
     marks |= {f"tagged {printable(tag)}": notes.tagged(rows, tag) for tag in notes.tags()}
     return [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]

@@ -30,8 +30,8 @@ _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
 _WIDTH = "max-width: 46em"
 _TEXT_WIDTH = 40  # characters of a bar
 _CELL_HEIGHT = 40
-_MOST_NAME = 40
-_MOST_OPEN = 20  # rows of a table; a notebook shows the total of a longer one first
+_MAX_NAME = 40
+_MAX_OPEN = 20  # rows of a table; a notebook shows the total of a longer one first
 
 
 # Text
@@ -189,7 +189,7 @@ class Table:
         )
         if not self.total:
             return table
-        is_open = "" if len(self.rows) <= _MOST_OPEN else None
+        is_open = "" if len(self.rows) <= _MAX_OPEN else None
         summary = element("summary", self.total, style="cursor: pointer")
         return element("details", summary, table, open=is_open, style="margin: 0.4em 0")
 
@@ -314,7 +314,7 @@ class Timeline:
         return f"seq {first} to {last}, published {_age(first_age)} to {_age(last_age)} ago"
 
     def as_text(self) -> str:
-        by = ", ".join(f"{shorten(name, _MOST_NAME)} {share}" for name, share in self.samplers())
+        by = ", ".join(f"{shorten(name, _MAX_NAME)} {share}" for name, share in self.samplers())
         return f"{self.span()}\nby {printable(by)}"
 
     def as_html(self) -> Markup:
@@ -331,7 +331,7 @@ class Timeline:
             style=f"display: block; width: {min(100, 4 * len(cells))}%; height: {_CELL_HEIGHT}px; "
             f"border-bottom: {_LINE}; margin-top: 0.5em",
         )
-        names = _legend((f"{shorten(name, _MOST_NAME)} {share}", colors[name]) for name, share in samplers)
+        names = _legend((f"{shorten(name, _MAX_NAME)} {share}", colors[name]) for name, share in samplers)
         return join([picture, names, note(self.span())])
 
 
@@ -353,7 +353,7 @@ def _drawn(at: int, cell: Cell, highest: float, colors: dict[str, str]) -> Marku
         title = f"segment {first}: {size}, task {shorten(cell.task, 100) or 'of a writer'}"
     else:
         names = ", ".join(
-            f"{shorten(name, _MOST_NAME)} {format_share(rows, total)}" for name, rows in cell.rows.items()
+            f"{shorten(name, _MAX_NAME)} {format_share(rows, total)}" for name, rows in cell.rows.items()
         )
         title = f"{cell.segments} segments, {first} to {last}: {size}, by {names}"
     return element("g", element("title", title), *parts)

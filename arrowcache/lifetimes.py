@@ -184,7 +184,7 @@ class Mutex:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Do the work inside; call `settle` after it. Blocks: while another thread is at work.
+        """Do the work inside; call `drain` after it. Blocks: while another thread is at work.
 
         Raises: RuntimeError: this thread is at work already.
         """
@@ -200,24 +200,24 @@ class Mutex:
             finally:
                 self._holder = 0
 
-    def tell(self, what: Any, take_in: Callable[[Any], object]) -> None:
+    def tell(self, what: Any, handle: Callable[[Any], object]) -> None:
         """Handle an object: here, or in the thread at work as soon as its work is done."""
         self._told.append(what)
-        self.settle(take_in)
+        self.drain(handle)
 
-    def settle(self, take_in: Callable[[Any], object]) -> None:
+    def drain(self, handle: Callable[[Any], object]) -> None:
         """Handle the told objects, unless a thread is at work.
 
         It may wait for a thread that has come in between, but never for one that waits for this thread.
 
         Args:
-            take_in: called with each object in order, and again with one that Ctrl-C cut short. Returns:
+            handle: called with each object in order, and again with one that Ctrl-C cut short. Returns:
                 False: not now, nor the objects after it. A reference to it in the mutex would be a cycle.
         """
         while self._told and not self._holder:
             with self.held():  # not a try to acquire it: Ctrl-C would come between that and its try block
                 while self._told:
-                    if take_in(self._told[0]) is False:
+                    if handle(self._told[0]) is False:
                         return
                     self._told.popleft()
 

@@ -51,7 +51,7 @@ class Limits:
     task_cancel_seconds: float = 4.0  # for those that are cancelled then
 
     # epochs
-    parked_seconds: float = 1.0  # that an ended epoch's segments stay mapped
+    idle_seconds: float = 1.0  # that an ended epoch's segments stay mapped
     joined_look_seconds: float = 0.25  # between two looks whether the other ranks have joined
     unjoined_epochs: int = 8  # that ended here, and that not all local ranks have begun, until a warning
     slow_segments: int = 1000  # so many are listed, leased and mapped in some 2 ms
@@ -66,12 +66,12 @@ class Limits:
     bundle_sequences: int = 256  # of a bundle at least
     short_documents: int = 1 << 16  # of a bundle whose documents are short
     short_sequences: int = 128  # of a bundle whose documents are short
-    portion_tokens: int = 1 << 16  # of small batches, made together: a job and a slot cost as much
+    group_tokens: int = 1 << 16  # of small batches, made together: a job and a slot cost as much
 
     # items of a dataset
     publish_seconds: float = 60.0  # that an item waits for a full segment
     parts_seconds: float = 2.0  # between two looks for small segments to merge, and merged ones to remove
-    trouble_seconds: float = 30.0  # that nothing is stored after a failure
+    backoff_seconds: float = 30.0  # that nothing is stored after a failure
     left_segments: int = 64  # that left, beyond as many as are there, until the others are renumbered
 
     # frameworks and sources

@@ -76,6 +76,11 @@ def memory_file(name: str) -> int:
     return _syscall("memfd_create", os.fsencode(name), _MFD_CLOEXEC)
 
 
+def sparse_memory(nbytes: int) -> mmap.mmap:
+    """Return zeros, of which only pages that are written take memory. Raises: OSError: as of mmap."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+
+
 def anonymous_file() -> int:
     """Return a descriptor of an empty file without a name, which no other program inherits."""
     try:

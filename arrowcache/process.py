@@ -1,18 +1,23 @@
-"""Process: starts child processes, and carries messages to and from them. Nobody else starts one.
+"""Process: starts child processes, carries messages to and from them, and ends them. Nobody else starts one.
 
 A child is started as `python -c`, whatever start method `multiprocessing` uses here. It imports no main
 module, so scripts and notebooks need no precaution. It inherits no thread, no lock, no framework, and only
 the named files. The thread that starts it must outlive it: the child is killed when that thread ends.
 
+A `WorkerGroup` has all processes of one owner: it starts them, tells how one died, and ends them together.
+Its owner has the messages, gives the work of one that died to another one, and says when that is started.
+
 A message is a dict of plain values, as JSON, and perhaps bytes under "data", over a pair of sockets without a
 name. Message boundaries are kept, the end of the other process is an end of file.
 
 Guarantees: a child never sees Ctrl-C, which is for the main process, from its first moment on. It dies when
-the main process dies, in whatever way. Nothing here is in /dev/shm, and a kill leaves nothing behind.
+the main process dies, in whatever way. Nothing here is in /dev/shm, and a kill leaves nothing behind. A group
+ends within the time that its owner gives it, though a process hangs.
 """
 
 from __future__ import annotations
 
+import _thread
 import errno
 import faulthandler
 import json
@@ -23,13 +28,17 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from arrowcache import linux
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import forgets_in_child, shielded
+from arrowcache.limits import Limits
+from arrowcache.os_errors import start
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from arrowcache.process import begin\n"
@@ -37,6 +46,8 @@ _START = (
 )
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _REAP_SECONDS = 5.0
+_OVERDUE = "it did not end by itself"
+LEAVE_ALONE = "functions that it calls must leave alone descriptors that are not their own"
 _INLINE_BYTES = 32 << 10  # a longer message is sent as a file, so that sending never waits for the reader
 _INLINE, _IN_FILE = b"I", b"F"
 _LENGTH_BYTES = 4  # of the JSON's length; "data" follows the JSON
@@ -175,6 +186,7 @@ class WorkerProcess:
     """
 
     watch = -1
+    _because = ""  # this process ended it
 
     def __init__(self, module: str, *descriptors: int, environment: Mapping[str, str] | None = None) -> None:
         self.channel, theirs = Channel.pair()
@@ -208,6 +220,11 @@ class WorkerProcess:
         finally:
             theirs.close()
 
+    def send(self, message: Message, data: bytes = b"") -> None:
+        """Send it a message, unless it has died: `hear` tells that. Raises: as `Channel.send`."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.channel.send(message, data)
+
     def hear(self) -> Message | None:
         """Return its next message, or None once it has ended and all its messages were read.
 
@@ -219,7 +236,9 @@ class WorkerProcess:
         except BlockingIOError:  # its end
             return None
 
-    def kill(self) -> None:
+    def kill(self, because: str = "") -> None:
+        """Kill it, if it lives. The first cause that is given is told as that of its end."""
+        self._because = self._because or because
         with suppress(OSError):
             self._process.kill()
 
@@ -229,10 +248,15 @@ class WorkerProcess:
             self._process.wait(max(0.0, seconds))
         return self._process.returncode is not None
 
-    def end(self) -> None:
-        """Kill it, if it lives, and wait: it writes nothing more."""
-        self.kill()
-        self.wait(_REAP_SECONDS)  # in vain if it hangs in the kernel
+    def end(self, seconds: float = 0.0) -> None:
+        """Wait so long for its end, else kill it; close the descriptors. Idempotent.
+
+        Afterwards it writes nothing more, unless it hangs in the kernel.
+        """
+        if not self.wait(seconds):
+            self.kill(f"it closed its connection: {LEAVE_ALONE}" if seconds else "")
+            self.wait(_REAP_SECONDS)
+        self.close()
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
@@ -248,16 +272,154 @@ class WorkerProcess:
 
     def how_it_ended(self) -> str:
         """Return the end of the process in words, for messages."""
-        code = self._process.returncode
-        if code is None:
-            return "was killed and does not end"
-        if code == -signal.SIGKILL:
-            return "was killed by signal 9 (SIGKILL), as the kernel's out-of-memory killer does"
-        if code < 0:
-            with suppress(ValueError):  # a real-time signal
-                return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-            return f"was killed by signal {-code}"
-        return f"ended with exit code {code}"
+        because = self._because
+        return f"was ended here: {because}" if because else end_in_words(self._process.returncode)
+
+
+def end_in_words(code: int | None) -> str:
+    """Return the end of a process that has this exit code: minus a signal, or None while it lives."""
+    if code is None:
+        return "was killed and does not end"
+    if code == -signal.SIGKILL:
+        return "was killed by signal 9 (SIGKILL), as the kernel's out-of-memory killer does"
+    if code < 0:
+        with suppress(ValueError):  # a real-time signal
+            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"
+
+
+class WorkerGroup:
+    """The worker processes of one owner, and the threads that supervise them. Thread-safe.
+
+    A thread of `supervise`, or the owner's only thread, starts a process, hears its messages, and ends it. To
+    replace it the thread starts another one.
+
+    Guarantees: no process is started once the group is closed. None is left when `close` returns, unless it
+    hangs in the kernel. A forked child has none of them. `close` takes no lock: finalizers may call it.
+
+    Args:
+        module: its `main` runs in each process.
+        environment: variables of the processes, beside those of this process.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
+        self._module, self._environment = module, environment
+        self._processes: set[WorkerProcess] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = _thread.allocate_lock()  # taken until then
+        self._closed.acquire()
+        self.is_closed = False
+        forgets_in_child(self)
+
+    # the threads of an owner
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that supervise processes."""
+        return len(self._threads)
+
+    @property
+    def is_here(self) -> bool:
+        """True in a thread that supervises a process."""
+        here = threading.get_ident()  # current_thread() may take a lock
+        return any(thread.ident == here for thread in self._threads.copy())
+
+    def supervise(self, run: Callable[[], object], threads: int) -> None:
+        """Have so many threads call a function, which starts processes; those that are missing are started.
+
+        Only one thread may call this at a time.
+        Raises: WorkerError: a thread cannot be started. The next call tries again.
+        """
+        while len(self._threads) < threads:
+            thread = threading.Thread(target=run, name="arrowcache-process", daemon=True)
+            self._threads.append(thread)
+            try:
+                start(thread)
+            except BaseException:
+                if thread.ident is None:
+                    self._threads.remove(thread)
+                raise
+
+    def leave(self) -> None:
+        """Count this thread no more: it supervises no process from now on."""
+        with suppress(ValueError):  # it has left
+            self._threads.remove(threading.current_thread())
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, at most until the group is closed."""
+        if self._closed.acquire(timeout=max(0.0, seconds)):
+            self._release()  # for others who wait
+
+    # a process
+
+    def start(self, *descriptors: int) -> WorkerProcess:
+        """Start a process, with these descriptors.
+
+        Raises: WorkerError: the group is closed. OSError: no process, or no descriptor, is available.
+        """
+        if self.is_closed:
+            raise WorkerError("its worker processes were ended before one began it")
+        with shielded():  # until the process is recorded
+            process = WorkerProcess(self._module, *descriptors, environment=self._environment)
+            self._processes.add(process)
+        if self.is_closed:  # meanwhile
+            process.channel.say_no_more()
+        return process
+
+    def end(self, process: WorkerProcess, seconds: float = 0.0) -> str:
+        """Wait so many seconds for a process to end, then kill it. Idempotent.
+
+        Blocks: so long, and then some seconds at most. Returns: its end, in words.
+        """
+        process.end(seconds)
+        self._processes.discard(process)
+        return process.how_it_ended()
+
+    # all of them
+
+    def close(self, seconds: float = 0.0, *, hears: bool = False, waits: bool = True) -> None:
+        """End all processes: kill those that have not ended by themselves within so many seconds. Idempotent.
+
+        Args:
+            hears: the threads still hear the messages of each process until it ends.
+            waits: False: leave the rest to the threads, as a call from one of them does.
+        Blocks: so long, and then some seconds at most.
+        """
+        self.is_closed = True
+        self._release()
+        for process in self._processes.copy():
+            if not seconds:
+                process.kill(_OVERDUE)
+            elif hears:
+                process.channel.say_no_more()
+            else:
+                process.channel.hang_up()
+        if self.is_here or not waits:
+            return
+        self._join(seconds)
+        for process in self._processes.copy():
+            process.kill(_OVERDUE)
+        self._join(Limits.current.join_seconds)
+        if not self._threads:
+            for process in self._processes.copy():
+                self.end(process)
+
+    def forget_in_child(self) -> None:
+        """Close it in a forked child, which has neither the threads nor the processes."""
+        self.is_closed = True
+        self._release()
+        self._processes, self._threads = set(), []
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads.copy():
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _release(self) -> None:
+        with suppress(RuntimeError):  # it was, or somebody who waited was faster
+            self._closed.release()
 
 
 def begin() -> tuple[Any, ...]:

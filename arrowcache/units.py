@@ -12,7 +12,7 @@ _UNITS = {"B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate(("k" if base == 1000 else "K", "M", "G", "T"), start=1)
 }
-MOST_COUNTED = 1 << 62  # such a number and a step more fit into 64 bits
+MAX_COUNTED = 1 << 62  # such a number and a step more fit into 64 bits
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
 
 
@@ -55,7 +55,7 @@ def parse_seconds(seconds: float | None, name: str) -> float | None:
     return None if seconds > threading.TIMEOUT_MAX / 2 else float(seconds)
 
 
-def parse_count(value: object, name: str, least: int = 1, most: int | None = MOST_COUNTED) -> int:
+def parse_count(value: object, name: str, least: int = 1, most: int | None = MAX_COUNTED) -> int:
     """Check a count: any type of int, such as NumPy's.
 
     Args:

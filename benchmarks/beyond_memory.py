@@ -15,7 +15,7 @@ of batches as they are delivered; "read" is bytes read from the disk for one del
 wait.
 Peers (`--peers`) run in what `make peers` made of environments; one that is not there is left out, with a
 line.
-Run: `python -m benchmarks.beyond_memory`, as root; `--help` has what can be made smaller. It takes 12 GB of
+Run: `python -m benchmarks beyond_memory`, as root; `--help` has what can be made smaller. It takes 12 GB of
 disk and half an hour, with peers an hour.
 Last result: benchmarks/RESULTS.md.
 """
@@ -39,13 +39,11 @@ import numpy as np
 
 import arrowcache as ac
 from arrowcache.units import format_bytes, parse_bytes
-from benchmarks.bounded import START
-from benchmarks.control_group import ControlGroup
-from benchmarks.history import remember
-from benchmarks.measure import filled_cache, machine
-from benchmarks.peers import page_cache
+from benchmarks.bounded import START, ControlGroup
+from benchmarks.harness import filled_cache, machine, remember
 from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.workload import Workload
+from benchmarks.usage import drop
 
 ROOT = Path(__file__).parents[1]
 ROWS, SHUFFLES = "4KiB,64KiB,1MiB,ragged", "rows,window,blocks,None"
@@ -107,7 +105,7 @@ class Bench:
     def measure(self, role: str, *, python: str = sys.executable, **request: Any) -> Figures:
         """Measure one thing alone, of cold files."""
         try:
-            page_cache.drop(self._folder)
+            drop(self._folder)
             with self.opened(python, role, **request) as process:
                 return self.result(process)
         except RuntimeError as error:
@@ -116,7 +114,7 @@ class Bench:
     def beside_samplers(self, **request: Any) -> tuple[Figures, Figures]:
         """What a loader and a sampler reach side by side; what the sampler published is unlinked again."""
         try:
-            page_cache.drop(self._folder)
+            drop(self._folder)
             with ExitStack() as opened:
                 sampler = opened.enter_context(self.opened(sys.executable, "sampler", **request))
                 loader = opened.enter_context(self.opened(sys.executable, "cache", **request))

@@ -1,7 +1,7 @@
-"""One measurement in a process of its own, within a control group and a time: `beyond_memory` starts it.
+"""A control group of memory, and one measurement in a process within it and a time: for `beyond_memory`.
 
-It is started as `python -c START <group> <request>`: it enters the group before it imports anything, says
-READY when all is open, and begins with a line on its input. The last line of its output is one of JSON.
+The process is started as `python -c START <group> <request>`: it enters the group before it imports anything,
+says READY when all is open, and begins with a line on its input. The last line of its output is one of JSON.
 Requests are made for the interpreters of peers, too: arrowcache is imported where it is measured.
 """
 
@@ -11,13 +11,20 @@ import json
 import mmap
 import os
 import random
-import re
+import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.usage import read_bytes, status_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
 
 START = (
     "import sys; open(sys.argv[1], 'w').write('0'); "
@@ -26,6 +33,66 @@ START = (
 PAGE_BYTES, PIECE_BYTES, AHEAD_BYTES, BLOCK_BYTES = 4096, 128 << 10, 8 << 20, 1 << 20
 DEPTH = 64
 _SAMPLER_BATCH_BYTES = 4 << 20
+_ROOT = Path("/sys/fs/cgroup")
+_END_SECONDS = 10.0
+
+
+class ControlGroup:
+    """A new group below this process' own, version 2 or 1, which ends with all processes in it.
+
+    A context manager: a small machine within this one. The page cache that a process brings in counts as its
+    group's, too. Making one needs root, or a group that was handed over.
+
+    Raises: OSError: none can be made here.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        parent, files = _parent()
+        self.folder = parent / f"arrowcache-{uuid.uuid4().hex}"
+        self.folder.mkdir()
+        try:
+            for name, value in files.items():
+                with suppress(FileNotFoundError):  # swap may be none of this kernel's
+                    (self.folder / name).write_text(value.format(limit_bytes))
+        except BaseException:
+            self.folder.rmdir()
+            raise
+
+    @property
+    def entrance(self) -> str:
+        """A process that writes 0 into this file is in the group."""
+        return str(self.folder / "cgroup.procs")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        until = time.monotonic() + _END_SECONDS
+        while True:
+            for pid in map(int, Path(self.entrance).read_text().split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:  # who was killed is there for a moment
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+
+def _parent() -> tuple[Path, dict[str, str]]:
+    """Where a group can be made, and what is written into its files."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            swappiness = {"memory.swappiness": "0"}
+            return _ROOT / "memory" / path.lstrip("/"), {"memory.limit_in_bytes": "{}"} | swappiness
+        parent = _ROOT / path.lstrip("/")
+        with suppress(OSError):
+            if not controllers and "memory" in (parent / "cgroup.subtree_control").read_text().split():
+                return parent, {"memory.max": "{}", "memory.swap.max": "0"}
+    raise OSError("this process has no control group of memory in which another can be made")
 
 
 def random_rate(request: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +167,7 @@ def cache_rate(request: dict[str, Any]) -> dict[str, Any]:
         if request.get("is_half"):
             with cache.snapshot() as snapshot:
                 segments = sorted(snapshot.segments, key=lambda segment: segment.seq)
-            room = request["group_bytes"] - own_bytes()
+            room = request["group_bytes"] - status_bytes("RssAnon")
             stop, total = 0, 0
             while stop < len(segments) and total < 2 * room:
                 total += segments[stop].nbytes
@@ -182,18 +249,6 @@ def files_of(folder: str) -> list[Path]:
     return sorted(
         path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size > 1 << 20
     )
-
-
-def read_bytes() -> int:
-    """What this process and its threads had the disk read so far."""
-    found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def own_bytes() -> int:
-    """Memory of this process that is not of files."""
-    found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 1024 * int(found[1]) if found else 0
 
 
 def ready() -> None:

@@ -11,7 +11,7 @@ Question 3 takes turns, and its figure is the median of nine. Question 5: an ite
 workers get SIGKILL at a random moment of its first seconds, in turns through a DataLoader and a `Loader`; a
 folder with nearly all items gives way to a new one; after each kill every item is compared, and every
 checksum.
-Run: `python -m benchmarks.cached`, some five minutes; `python -m benchmarks.cached --kills 200`, some ten.
+Run: `python -m benchmarks cached`, some five minutes; `python -m benchmarks cached --kills 200`, some ten.
 Results: benchmarks/RESULTS.md.
 """
 
@@ -39,14 +39,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import arrowcache as ac
 from arrowcache.torch import CachedDataset, Loader, cached
-from benchmarks.history import remember
-from benchmarks.measure import machine
+from benchmarks.harness import machine, remember
 
 ITEMS, NUMBERS, SECONDS = 5000, 37_500, 0.024  # of float32: 150 KB
 TURNS = 9
 RANKS, RANK_WORKERS, RANK_EPOCHS = 2, 4, 3
 KILLED_SECONDS = 0.002  # an item, where its maker is killed
-MOST_LIFE_SECONDS, ENOUGH = 2.0, 0.95  # of a job; share of the items
+MAX_LIFE_SECONDS, ENOUGH = 2.0, 0.95  # of a job; share of the items
 
 
 class Slow(Dataset[tuple[torch.Tensor, int]]):
@@ -132,7 +131,7 @@ def killed(count: int) -> None:
                 be_job(path, through_loader=number % 2 > 0)
             with suppress(OSError):  # the job was first
                 os.setpgid(job, job)
-            time.sleep(draw.uniform(0.1, MOST_LIFE_SECONDS))
+            time.sleep(draw.uniform(0.1, MAX_LIFE_SECONDS))
             os.killpg(job, signal.SIGKILL)
             os.waitpid(job, 0)
             if not (path / "cache.json").exists():

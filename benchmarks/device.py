@@ -1,25 +1,27 @@
 """Does the copy to the device hide behind the training step, and at what rate does it go?
 
 Question: seconds a step over max(copy alone, compute alone), at batches of 1, 32 and 256 MB, of
-`DevicePrefetcher` from ordinary and from pinned memory, against `.to(device)`, against
-`.to(device, non_blocking=True)` from pinned memory, and against torch's DataLoader with pin_memory: without
-workers, where it pins in the consumer's thread, and with one, where a thread of its own does and /dev/shm
-has room for the batches.
-Host-to-device GB/s over a bare pinned copy. Whether `torch.cuda.memory_reserved` is flat over 50 epochs.
-Whether a profiler sees copies under the compute. Values are checked on the device.
-First, everywhere: what a batch of 2 and of 40 leaves of 256 bytes costs Python, in microseconds of this
-process, to the CPU, whose copies are as short as can be.
-Method: compute is matrix products that take about as long as the copy of that batch; STEPS a turn, so
-many that its first copy, which nothing can hide, is under a hundredth of it; the device synchronized
-at its ends; cases take turns; medians. Sources yield ready batches, so that only
-the way to the device is measured: nil is to be gained where a step is a few microseconds of launches.
-Run: `python -m benchmarks.device`, which ends after that where there is no CUDA device, and says so.
-`--trace FILE` writes the profiler's trace. Results: benchmarks/RESULTS.md.
+`DevicePrefetcher` from ordinary and from pinned memory, against `.to(device)`, against `.to(device,
+non_blocking=True)` from pinned memory, and against torch's DataLoader with pin_memory: without workers,
+where it pins in the consumer's thread, and with one, where a thread of its own does and /dev/shm has room
+for the batches. Host-to-device GB/s over a bare pinned copy. Whether `torch.cuda.memory_reserved` is flat
+over 50 epochs. Whether a profiler sees copies under the compute. Values are checked on the device. The
+loader end to end, over a bare copy of as many bytes and over a loader without a device; its CPU seconds a
+GB. What a batch of 2 and of 40 leaves of 256 bytes costs Python, in microseconds of this process. The last
+two everywhere: without a GPU to the CPU, whose copies are as short as can be.
+Method: compute is matrix products that take about as long as the copy of that batch; STEPS a turn, so many
+that its first copy, which nothing can hide, is under a hundredth of it; the device synchronized at its
+ends; cases take turns; medians. Sources yield ready batches, so that only the way to the device is
+measured: nil is to be gained where a step is a few microseconds of launches.
+Run: `python -m benchmarks device`, which measures nothing else where there is no CUDA device, and says so.
+`--trace FILE` writes the profiler's trace. Results: benchmarks/RESULTS.md. `make device-proof` proves that
+the way is right.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import statistics
 import time
@@ -28,14 +30,20 @@ from typing import Any
 
 import torch
 
-from arrowcache.torch import DevicePrefetcher
-from benchmarks.measure import interleaved, machine
+from arrowcache.torch import DevicePrefetcher, Loader
+from arrowcache.units import format_bytes
+from benchmarks.harness import Options, Round, Way, filled_cache, interleaved, machine, scratch, timed
 
 MEGABYTES = (1, 32, 256)
 STEPS = {1: 1000, 32: 200, 256: 120}
 REPEATS = 7
 EPOCHS = 50
 DISTINCT = 4  # batches, used in turn
+ROW_BYTES, BATCH_BYTES, CACHE_BYTES = (
+    (1 << 10, 1 << 16, 1 << 20),
+    4 << 20,
+    {"cuda": 256 << 20, "cpu": 16 << 20},
+)
 
 Compute = Callable[[torch.Tensor], None]
 Span = tuple[float, float]
@@ -218,11 +226,58 @@ def python_microseconds(leaves: int, where: str = "cpu") -> tuple[float, float]:
     return statistics.median(found[2:]), min(found[2:])
 
 
-def on_the_processor() -> None:
+def show_rates(where: str, cache_bytes: int) -> None:
+    """The loader end to end, in epochs that follow without a seam; a turn is as many bytes as the cache
+    has."""
+    for row_bytes in ROW_BYTES:
+        batch_rows = max(8, BATCH_BYTES // row_bytes)
+        count, batch_bytes = cache_bytes // (batch_rows * row_bytes), batch_rows * row_bytes
+        with scratch() as folder, filled_cache(folder / "cache", row_bytes, cache_bytes) as cache:
+            for shuffle in ("rows", "window"):
+                with (
+                    Loader(cache, batch_rows, device=where, shuffle=shuffle) as ours,
+                    Loader(cache, batch_rows, shuffle=shuffle) as host,
+                ):
+                    ways = rates(where, ours, host, count, batch_bytes)
+                    title = f"rows of {format_bytes(row_bytes)}, {shuffle!r}, {batch_rows} a batch"
+                    over = ["a bare copy", "without a device"]
+                    timed(Round(title, ways, over, count * batch_bytes / 1e9, turns=3), Options())
+
+
+def rates(where: str, ours: Loader, host: Loader, count: int, batch_bytes: int) -> dict[str, Way]:
+    """The ways by which so many batches are brought."""
+    source = torch.ones(batch_bytes, dtype=torch.uint8)
+    source = source.pin_memory() if where == "cuda" else source
+    target = torch.empty(batch_bytes, dtype=torch.uint8, device=where)
+    to_device, on_host = ours.repeat(), host.repeat()
+
+    def synchronize() -> None:
+        if where == "cuda":
+            torch.cuda.synchronize()
+
+    def copy() -> None:
+        for _ in range(count):
+            target.copy_(source, non_blocking=True)
+        synchronize()
+
+    def load() -> None:
+        for batch in itertools.islice(to_device, count):
+            if where == "cuda":
+                batch["x"].sum()
+        synchronize()
+
+    def load_on_host() -> None:
+        for batch in itertools.islice(on_host, count):
+            del batch
+
+    return {"a bare copy": copy, "loader": load, "without a device": load_on_host}
+
+
+def show_python(where: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for leaves in (2, 40):
-        median, least = python_microseconds(leaves)
+        median, least = python_microseconds(leaves, where)
         print(f"{leaves} leaves: {median:.0f} microseconds of Python a batch, at least {least:.0f}")
     torch.set_num_threads(threads)
 
@@ -233,8 +288,10 @@ def main() -> None:
     trace = parser.parse_args().trace
     print(machine())
     print(f"PyTorch {torch.__version__}")
-    on_the_processor()
-    if not torch.cuda.is_available():
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    show_python(where)
+    show_rates(where, CACHE_BYTES[where])
+    if where == "cpu":
         print("There is no CUDA device here: nothing else was measured.")
         return
     print(torch.cuda.get_device_name())

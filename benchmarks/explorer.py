@@ -7,7 +7,7 @@ own, whose RssAnon is sampled every 20 ms; imports are not counted as time. Chro
 screen: the paint ends when each chart has bars, by the page's own clock; a move is a mouse's, sent by the
 driver, and ends when both other charts have been redrawn. The first move over a chart counts: then DuckDB
 counts ahead.
-Run: `python -m benchmarks.explorer [FOLDER]`, which needs chromium and chromedriver.
+Run: `python -m benchmarks explorer [FOLDER]`, which needs chromium and chromedriver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import arrowcache as ac
-from benchmarks.measure import machine
+from benchmarks.harness import machine
+from benchmarks.usage import status_bytes
 
 if TYPE_CHECKING:
     from typing import Self
@@ -98,8 +99,7 @@ class Kernel:
         return float(seconds), url
 
     def private_bytes(self) -> int:
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        return status_bytes("RssAnon", self.process.pid)
 
     def _line(self) -> str:
         assert self.process.stdout is not None

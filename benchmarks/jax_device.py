@@ -5,17 +5,15 @@ the loader without a device; seconds a step over max(copy, compute), beside a st
 First, what comes is compared with the host's, also batches that were kept meanwhile.
 Method: rows of 1 KiB and 64 KiB in memory, shuffled, batches of 4 and of 32 MB; compute is matrix products
 that take about as long as the copy. `block_until_ready` at a turn's end; cases take turns; medians.
-Run: `python -m benchmarks.jax_device`, on JAX's default device. Results: benchmarks/RESULTS.md.
+Run: `python -m benchmarks jax_device`, on JAX's default device. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +21,7 @@ import numpy as np
 
 import arrowcache as ac
 import arrowcache.jax
-from benchmarks.measure import filled_cache, interleaved, machine
+from benchmarks.harness import Cases, Figures, Options, Round, Way, filled, interleaved
 
 CACHE_BYTES, REPEATS = 512 << 20, 5
 BATCHES = ((1 << 10, 4 << 20), (1 << 16, 4 << 20), (1 << 16, 32 << 20))  # bytes of a row, of a batch
@@ -63,9 +61,8 @@ def require_right(cache: ac.Cache, batch_rows: int) -> None:
                     assert np.array_equal(kept[0][0][name], values), f"values of {name!r} differ"
 
 
-def measure(cache: ac.Cache, batch_rows: int, batch_bytes: int) -> None:
-    """Print one line a case."""
-    steps = TURN_BYTES // batch_bytes
+def measure(cache: ac.Cache, batch_rows: int, batch_bytes: int, options: Options) -> Cases:
+    steps = options.of(TURN_BYTES) // batch_bytes
     ready = [np.random.default_rng(n).random(batch_bytes // 4, np.float32) for n in range(4)]
 
     def run(batches: Iterable[Any], work: Callable[[Any], Any]) -> None:
@@ -79,46 +76,34 @@ def measure(cache: ac.Cache, batch_rows: int, batch_bytes: int) -> None:
         ac.Loader(cache, batch_rows, columns=["x"]) as host,
     ):
         on_device, on_host = ours.repeat(), host.repeat()
-        put = {
+        put: dict[str, Way] = {
             "device_put": lambda: run(itertools.cycle(ready), jax.device_put),
             "loader": lambda: run(on_device, lambda batch: batch["x"]),
             "loader without a device": lambda: run(on_host, lambda _: None),
         }
-        for case in put.values():
-            case()
-        found = {name: seconds / steps for name, seconds in interleaved(put, REPEATS).items()}
-        rate = {name: batch_bytes / seconds / 1e9 for name, seconds in found.items()}
-        compute = compute_for(found["device_put"])
-        there = jax.device_put(ready[0])
-        steps_of = {
+        title = f"{batch_rows} rows, {batch_bytes >> 20} MiB"
+        over, gigabytes = ["device_put", "loader without a device"], steps * batch_bytes / 1e9
+        told = yield Round(title, put, over, gigabytes, turns=REPEATS)
+        copy = batch_bytes / 1e9 / np.median(told["ways"]["device_put"]["rates"])
+        compute, there = compute_for(copy), jax.device_put(ready[0])
+        steps_of: dict[str, Way] = {
             "compute": lambda: run(itertools.repeat(there), compute),
             "loader": lambda: run(on_device, lambda batch: compute(batch["x"])),
             "device_put in the step": lambda: run((jax.device_put(batch["x"]) for batch in on_host), compute),
         }
-        for case in steps_of.values():
-            case()
-        took = {name: seconds / steps for name, seconds in interleaved(steps_of, REPEATS).items()}
-    least = max(found["device_put"], took["compute"])
-    print(
-        f"\n{batch_rows} rows, {batch_bytes >> 20} MiB: loader {rate['loader']:.2f} GB/s, "
-        f"{rate['loader'] / rate['device_put']:.2f} of device_put alone ({rate['device_put']:.1f}), "
-        f"{rate['loader'] / rate['loader without a device']:.2f} of a loader without a device\n"
-        f"a step over max(copy {1000 * found['device_put']:.2f}, compute {1000 * took['compute']:.2f} ms): "
-        + ", ".join(f"{name} {seconds / least:.2f}" for name, seconds in took.items())
-    )
+        for way in steps_of.values():
+            way()
+        found = interleaved(steps_of, options.turns(REPEATS))
+    took = {name: seconds / steps for name, seconds in found.items()}
+    least = max(copy, took["compute"])
+    values = {name: seconds / least for name, seconds in took.items()}
+    of = f"max(copy {1000 * copy:.2f}, compute {1000 * took['compute']:.2f} ms)"
+    yield Figures(f"{title}: a step over {of}", values)
 
 
-def main() -> None:
-    print(machine())
+def jax_device(options: Options) -> Cases:
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
     for row_bytes, batch_bytes in BATCHES:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            filled_cache(Path(folder) / "cache", row_bytes, CACHE_BYTES) as cache,
-        ):
+        with filled(options, row_bytes, CACHE_BYTES) as cache:
             require_right(cache, batch_bytes // row_bytes)
-            measure(cache, batch_bytes // row_bytes, batch_bytes)
-
-
-if __name__ == "__main__":
-    main()
+            yield from measure(cache, batch_bytes // row_bytes, batch_bytes, options)

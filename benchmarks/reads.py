@@ -10,7 +10,7 @@ Method: a store in a process of its own on the same processors, which waits by e
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
 new cache for seconds, in turns; the rate is of the bytes that are published after the first seconds. Data is
 not compressed. Our cold epoch begins with the pool and ends with the last batch of all rows.
-Run: `python -m benchmarks.reads`, with `--only windows` for some, and `--peers PYTHON` for a Python of 3.12
+Run: `python -m benchmarks reads`, with `--only windows` for some, and `--peers PYTHON` for a Python of 3.12
 or newer that has insitubatch and xbatcher. Results: benchmarks/RESULTS.md.
 """
 
@@ -43,9 +43,8 @@ import zarr
 
 import arrowcache as ac
 from arrowcache.sampling.sources import ArrayWindows
-from benchmarks.history import remember
-from benchmarks.measure import machine
-from benchmarks.peers.tree import private_bytes
+from benchmarks.harness import machine, remember
+from benchmarks.usage import private_bytes
 
 MIB, KIB = 1 << 20, 1 << 10
 DELAY_SECONDS, TAIL_SECONDS = 0.02, 1.0

@@ -9,7 +9,7 @@ what an epoch leased; beside samplers an epoch leaves the oldest `headroom` unle
 allows, which serves pieces in turns. `--check` runs the small case for real, on this machine, with a
 SamplerPool whose samplers sleep, and a Loader whose consumer does, and prints both; nothing but sleeping
 limits either.
-Run: `python -m benchmarks.scale` and `python -m benchmarks.scale --check`. Results: benchmarks/RESULTS.md.
+Run: `python -m benchmarks scale` and `python -m benchmarks scale --check`. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import simpy
 import arrowcache as ac
 from arrowcache.storage.eviction import skip_for_headroom
 from arrowcache.storage.layout import SegmentInfo
-from benchmarks.measure import machine
+from benchmarks.harness import machine
 
 _PIECES = 8  # of a segment, in turns with those of others
 GB, MB, MIB = 1e9, 1e6, 1 << 20

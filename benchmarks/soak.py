@@ -8,18 +8,14 @@ segments or more. A fresh process a kind of reader; every 20 epochs it counts, i
 smaps_rollup (clean private pages are those of libraries that no other process happens to use), entries of
 /proc/pid/fd, lines of maps, locks in fdinfo. The table has the medians of the first and the last
 tenth of the samples, and the slope a line through the later three quarters has, in units a 1,000 epochs.
-Run: `python -m benchmarks.soak [epochs]`; the plot is benchmarks/pictures/soak.png.
+Run: `python -m benchmarks soak`; the plot is benchmarks/pictures/soak.png.
 Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +24,8 @@ from typing import Any
 import numpy as np
 
 import arrowcache as ac
-from benchmarks.measure import machine
+from benchmarks.harness import Figures, Options, fresh, scratch
+from benchmarks.usage import children
 
 EPOCHS, EVERY = 2000, 20
 SCHEMA = ac.Schema({"x": ac.Tensor("float32", (256,)), "y": ac.Tensor("int64"), "name": ac.String()})
@@ -80,8 +77,7 @@ KINDS: dict[str, Callable[[ac.Cache], Iterator[Epochs]]] = {
 def count() -> list[float]:
     """FIGURES of this process and those that it started."""
     totals = [0.0] * len(FIGURES)
-    children = [task.read_text().split() for task in Path("/proc/self/task").glob("*/children")]
-    for process in [Path("/proc/self"), *(Path("/proc") / pid for pids in children for pid in pids)]:
+    for process in (Path(f"/proc/{pid}") for pid in ("self", *children())):
         rollup, locks, files = (process / "smaps_rollup").read_text(), 0, 0
         for info in (process / "fdinfo").iterdir():
             try:
@@ -95,7 +91,7 @@ def count() -> list[float]:
     return totals
 
 
-def soak(kind: str, folder: Path, epochs: int) -> list[list[float]]:
+def read(kind: str, folder: str, epochs: int) -> list[list[float]]:
     """Read so many epochs while the cache rolls; what was counted, every EVERY."""
     bound = 1200 * ROWS
     cache = ac.Cache.create(folder, SCHEMA, SEGMENTS * bound, bound, ROWS, headroom=0.4)
@@ -152,28 +148,18 @@ def plot(samples: dict[str, list[list[float]]]) -> None:
     figure.savefig(PICTURE, dpi=100)
 
 
-def main() -> None:
-    if len(sys.argv) > 3:
-        print(json.dumps(soak(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
-        return
-    epochs = int(sys.argv[1]) if len(sys.argv) > 1 else EPOCHS
-    print(machine())
-    print(f"{epochs} epochs; of each: first, last, slope a 1,000 epochs")
-    print(f"{'':18}" + "".join(f"{name:>27}" for name in FIGURES))
+def soak(options: Options) -> Iterator[Figures]:
+    """The first, the last and the slope of each."""
+    epochs = 2 * EVERY if options.is_small else EPOCHS
     samples: dict[str, list[list[float]]] = {}
     for kind in KINDS:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.soak", kind, f"{folder}/cache", str(epochs)]
-            text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        samples[kind] = rows = json.loads(text.splitlines()[-1])
-        cells, tenth = "", max(1, len(rows) // 10)
-        for values in zip(*rows, strict=True):
+        with scratch(options.folder) as folder:
+            samples[kind] = rows = fresh("benchmarks.soak:read", kind, str(folder / "cache"), epochs)
+        tenth, told = max(1, len(rows) // 10), {}
+        for name, values in zip(FIGURES, zip(*rows, strict=True), strict=True):
             first, last = statistics.median(values[:tenth]), statistics.median(values[-tenth:])
-            cells += f"{first:10.1f}{last:8.1f}{slope(list(values)):+9.2f}"
-        print(f"{kind:18}{cells}", flush=True)
-    plot(samples)
-    print(PICTURE)
-
-
-if __name__ == "__main__":
-    main()
+            told[name] = f"{first:.1f} to {last:.1f}, {slope(list(values)):+.2f}"
+        yield Figures(f"{kind}, {epochs} epochs: first to last, slope a 1,000 epochs", told)
+    if not options.is_small:
+        plot(samples)
+        print(PICTURE)

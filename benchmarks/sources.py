@@ -4,13 +4,13 @@ Question 1, parquet: ParquetRows from local files into a cache, by one process, 
 reads the same row groups' columns into memory and keeps nothing. Method: uncompressed and zstd files of
 float32 vectors and labels, page cache warm; the same process runs the tasks of a pool, drawing, encoding and
 publishing on tmpfs or disk, then `fragment.to_table()` of just those row groups, and then write()s as many
-bytes to plain files where the cache is; turns interleaved, medians. CPU seconds of all threads, too, which
-other work on the machine changes less.
+bytes to plain files where the cache is. CPU seconds of all threads, too, which other work on the machine
+changes less.
 
 Question 2, s3: samples a second by 1, 2, 4 and 8 sampler processes, from a store that answers after 20 ms
 (tests/object_store.py, a process of its own): windows of 4 KiB of .npy, and row groups of 16 KiB. Method: a
 pool on as many loky processes, which have all drawn before the clock; a fixed number of segments a process.
-Run: `python -m benchmarks.sources`. Results: benchmarks/RESULTS.md.
+Run: `python -m benchmarks sources`. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ from arrowcache.pickling import pickled
 from arrowcache.sampling.sources import ArrayWindows, ParquetRows
 from arrowcache.sampling.task import Task, run
 from arrowcache.storage.locks import LockFile
-from benchmarks.history import remember
-from benchmarks.measure import machine
+from benchmarks.harness import SHM, Cases, Figures, Options, Round, Way, scratch
 
 VECTOR = 1024  # float32: 4 KiB a row
 GROUP_ROWS = 1024
@@ -68,65 +67,52 @@ def write_files(folder: Path, compression: str) -> None:
         )  # fmt: skip
 
 
-class Clock:
-    """Seconds and CPU seconds of the calls it is given; their medians, as GB/s."""
-
-    def __init__(self) -> None:
-        self.seconds: list[tuple[float, float]] = []
-
-    def take(self, call: Callable[[], object]) -> None:
-        started = time.perf_counter(), time.process_time()
-        call()
-        self.seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
-
-    def rates(self) -> tuple[float, float]:
-        nbytes = TASKS * SEGMENT_BYTES / 1e9
-        wall, cpu = zip(*self.seconds[1:], strict=True)  # the first warms up
-        return nbytes / statistics.median(wall), nbytes / statistics.median(cpu)
+def parquet(options: Options) -> Cases:
+    """Question 1."""
+    for compression in ("none", "zstd"):
+        for on, parent in (("tmpfs", SHM), ("disk", options.folder)):
+            with scratch() as files, scratch(parent) as folder:
+                write_files(files / "files", compression)
+                yield from reading(f"{compression}, {on}", files / "files", folder, options)
 
 
-def parquet(files: Path, folder: Path) -> list[tuple[float, float]]:
-    """(GB/s, GB a CPU second) of the same rows: into the cache, into memory, and of plain writing."""
+def reading(title: str, files: Path, folder: Path, options: Options) -> Cases:
+    """The same rows: into the cache, into memory; and as many bytes of plain writing."""
     source = ParquetRows(files)
-    cache = ac.Cache.create(
-        folder / "cache", source.schema, "1GB", segment_bytes="64MiB", segment_rows=SEGMENT_ROWS
-    )
-    cache.store.folder.claim_tasks("default.0", 1)
-    lock = LockFile(cache.path / "pools" / "default.0")
-    lock.try_range(0, 1, exclusive=True)
-    packed = pickled(source, "{!r}")
     data = np.random.default_rng(0).integers(0, 255, SEGMENT_BYTES, np.uint8)
-    fragments = {
-        fragment.path: fragment for fragment in pads.dataset(files, format="parquet").get_fragments()
-    }
+    fragments = {each.path: each for each in pads.dataset(files, format="parquet").get_fragments()}
+    turns = [range(turn * TASKS, (turn + 1) * TASKS) for turn in range(1 + options.turns(REPEATS))]
+    tasks, groups = iter(turns), iter([drawn_groups(source, numbers) for numbers in turns])
+    packed = pickled(source, "{!r}")
 
-    def fill(numbers: range) -> None:
-        for number in numbers:
+    def fill() -> None:
+        for number in next(tasks):
             done = run(Task(str(cache.path), packed, "default.0", 0, number, 0, ramp=False))
             assert done.rows == SEGMENT_ROWS, done
 
-    def read(groups: list[tuple[str, int]]) -> None:
-        for path, number in groups:
+    def read() -> None:
+        for path, number in next(groups):
             assert fragments[path].subset(row_group_ids=[number]).to_table().num_rows == GROUP_ROWS
 
-    def write() -> None:
+    def write() -> float:
+        started = time.perf_counter()
         for number in range(TASKS):
             with (folder / f"{number}.bin").open("wb", buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, SEGMENT_BYTES)
                 file.write(data.data)
-
-    clocks = Clock(), Clock(), Clock()
-    for turn in range(REPEATS + 1):
-        numbers = range(turn * TASKS, (turn + 1) * TASKS)
-        groups = drawn_groups(source, numbers)
-        clocks[0].take(lambda numbers=numbers: fill(numbers))  # type: ignore[misc]  # mypy and defaults
-        clocks[1].take(lambda groups=groups: read(groups))  # type: ignore[misc]  # mypy and defaults
-        clocks[2].take(write)
+        seconds = time.perf_counter() - started
         for path in folder.glob("*.bin"):
             path.unlink()
-    lock.close()
-    cache.close()
-    return [clock.rates() for clock in clocks]
+        return seconds
+
+    schema, place = source.schema, folder / "cache"
+    with ac.Cache.create(place, schema, "1GB", "64MiB", SEGMENT_ROWS) as cache:
+        cache.store.folder.take_tasks("default.0", 1)
+        with closing(LockFile(cache.path / "pools" / "default.0")) as lock:
+            lock.try_range(0, 1, exclusive=True)
+            ways: dict[str, Way] = {"ParquetRows": fill, "pyarrow.dataset": read, "write": write}
+            amount, key = TASKS * SEGMENT_BYTES / 1e9, "{title}: {way} over {over}"
+            yield Round(title, ways, ["pyarrow.dataset"], amount, turns=REPEATS, key=key)
 
 
 def drawn_groups(source: ParquetRows, numbers: range) -> list[tuple[str, int]]:
@@ -149,27 +135,25 @@ def warm(_: int) -> int:
     return os.getpid()
 
 
-def scaling(make: Callable[[str], Any], uri: str, folder: Path) -> dict[int, float]:
+def scaling(make: Callable[[str], Any], uri: str, folder: Path, options: Options) -> dict[int, float]:
     """Samples a second by so many processes; means of turns, which alternate."""
     source = make(uri)
     rates: dict[int, list[float]] = {count: [] for count in PROCESSES}
     source.ramp = False  # as many rows a task
-    for _ in range(TURNS):
+    for _ in range(options.turns(TURNS)):
         for count in PROCESSES:
             with loky.ProcessPoolExecutor(count) as executor:
                 list(executor.map(warm, range(2 * count)))
-                cache = ac.Cache.create(
-                    folder / "cache", source.schema, "1GB", "4MiB", segment_rows=ROWS_A_SEGMENT
-                )
-                for segments in (2 * count, SEGMENTS_A_PROCESS * count):  # the first connects
-                    started = time.perf_counter()
-                    with ac.SamplerPool(
-                        cache, source, workers=count, executor=executor, segments=segments
-                    ) as pool:
-                        pool.wait()
-                    seconds = time.perf_counter() - started
+                place, schema = folder / "cache", source.schema
+                with ac.Cache.create(place, schema, "1GB", "4MiB", ROWS_A_SEGMENT) as cache:
+                    for segments in (2 * count, SEGMENTS_A_PROCESS * count):  # the first connects
+                        started = time.perf_counter()
+                        with ac.SamplerPool(
+                            cache, source, workers=count, executor=executor, segments=segments
+                        ) as pool:
+                            pool.wait()
+                        seconds = time.perf_counter() - started
                 rates[count].append(SEGMENTS_A_PROCESS * count * ROWS_A_SEGMENT / seconds)
-                cache.close()
                 shutil.rmtree(folder / "cache")
     return {count: statistics.mean(found) for count, found in rates.items()}
 
@@ -182,52 +166,28 @@ def fill_store(folder: Path) -> None:
     pq.write_table(table, folder / "bucket" / "x.parquet", row_group_size=8, use_dictionary=False)
 
 
-def show_parquet() -> dict[str, float]:
-    """What ParquetRows delivers over pyarrow.dataset."""
-    ratios = {}
-    print(f"{'files':>6} {'on':>6} {'cache GB/s':>11} {'dataset':>8} {'write':>6} {'ratio':>6} {'of CPU':>7}")
-    for compression in ("none", "zstd"):
-        for on, parent in (("tmpfs", "/dev/shm"), ("disk", None)):
-            with tempfile.TemporaryDirectory() as files, tempfile.TemporaryDirectory(dir=parent) as name:
-                write_files(Path(files) / "files", compression)
-                cached, plain, written = parquet(Path(files) / "files", Path(name))
-            row = f"{cached[0]:11.2f} {plain[0]:8.2f} {written[0]:6.2f} {cached[0] / plain[0]:6.2f}"
-            print(f"{compression:>6} {on:>6} {row} {cached[1] / plain[1]:7.2f}", flush=True)
-            ratios[f"{compression}, {on}: ParquetRows over pyarrow.dataset"] = cached[0] / plain[0]
-    return ratios
-
-
-def show_s3() -> dict[str, float]:
-    """What eight processes fetch over one."""
-    ratios = {}
+def s3(options: Options) -> Cases:
+    """Question 2."""
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
     cases: dict[str, tuple[str, Callable[[str], Any]]] = {
         "windows": ("x.npy", lambda uri: ArrayWindows(uri, (1,))),
         "row groups": ("x.parquet", lambda uri: ParquetRows(uri, rows_per_group=1)),
     }
-    print(f"{'s3, 20 ms':>12} " + " ".join(f"{count:>8}" for count in PROCESSES) + "   8 over 1")
-    with tempfile.TemporaryDirectory() as name:
-        fill_store(Path(name))
-        command = [sys.executable, str(SERVER), name, str(LATENCY_SECONDS)]
+    with scratch() as folder:
+        fill_store(folder)
+        command = [sys.executable, str(SERVER), str(folder), str(LATENCY_SECONDS)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             port = int(server.stdout.readline())
             for case, (key, make) in cases.items():
-                options = f"endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1"
-                rates = scaling(make, f"s3://key:secret@bucket/{key}?{options}", Path(name))
-                row = " ".join(f"{rate:8.0f}" for rate in rates.values())
-                print(f"{case:>12} {row}   {rates[8] / rates[1]:8.2f}", flush=True)
-                ratios[f"S3, {case}: eight processes over one"] = rates[8] / rates[1]
+                how = f"endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1"
+                rates = scaling(make, f"s3://key:secret@bucket/{key}?{how}", folder, options)
+                title, ratio = f"S3, {case}: eight processes over one", rates[8] / rates[1]
+                values = {f"{count} processes": rate for count, rate in rates.items()} | {"8 over 1": ratio}
+                yield Figures(f"S3, 20 ms, {case}, samples/s", values, {title: ratio})
             server.communicate()  # closes its input, which ends it
-    return ratios
 
 
-def main() -> None:
-    print(machine())
-    remember("sources", show_parquet() | show_s3())
-
-
-if __name__ == "__main__":
-    from benchmarks import sources  # noqa: PLW0406  # what is pickled from __main__ starts anew each task
-
-    sources.main()
+def sources(options: Options) -> Cases:
+    yield from parquet(options)
+    yield from s3(options)

@@ -12,16 +12,15 @@ batch, then parse a batch at once, prefetch; "parse each" parses before it batch
 row by row in random order; Feather files are read in order, since that dataset cannot shuffle.
 A thread that spins: two seconds a turn, in which it takes a batch whenever one is due, at half the rate that
 TFRecord holds when it takes one at once again; `kept` is its loops over those of a turn that takes nothing.
-Run: `python -m benchmarks.tensorflow` in an environment with TensorFlow. Results: benchmarks/RESULTS.md.
+Run: `python -m benchmarks tensorflow` in an environment with TensorFlow. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,10 +36,9 @@ from pyarrow import feather
 
 import arrowcache as ac
 from arrowcache.tensorflow import dataset, to_tfrecords
-from arrowcache.tensorflow.arrow import find_reader
-from benchmarks.history import remember
-from benchmarks.measure import cpu_seconds, filled_cache, machine, mapped_files, random_blocks
-from benchmarks.spinning import spin
+from arrowcache.tensorflow.arrow_backend import find_reader
+from benchmarks.harness import Cases, Figures, Options, Round, Way, filled_cache, memcpy, scratch
+from benchmarks.usage import spin
 
 SIZES = (  # bytes of a row, rows of a batch, bytes in all
     (1 << 10, 1024, 32 << 20),
@@ -123,9 +121,7 @@ def peers(cache: ac.Cache, folder: Path, row_bytes: int, batch: int, rows: int) 
         "TFRecord, parse each": tfrecord(records, floats, batch, parse_each=True),
         "from_generator": from_generator(x, batch),
     }
-    try:
-        version("tensorflow-io")
-    except PackageNotFoundError:
+    if io_version() is None:
         return cases
     files = []
     for number, part in enumerate(np.array_split(np.arange(rows), len(records))):
@@ -135,6 +131,13 @@ def peers(cache: ac.Cache, folder: Path, row_bytes: int, batch: int, rows: int) 
         files.append(str(folder / f"{number}.feather"))
         feather.write_feather(pa.table({"x": lists, "y": part}), files[-1], "uncompressed")
     return cases | {"ArrowFeatherDataset, in order": arrow_feather(files, floats, batch)}
+
+
+def io_version() -> str | None:
+    try:
+        return version("tensorflow-io")
+    except PackageNotFoundError:
+        return None
 
 
 def ours(cache: ac.Cache, batch: int) -> dict[str, Any]:
@@ -159,82 +162,55 @@ def consume(batches: Any) -> Any:
     return total
 
 
-def throughput(cases: dict[str, Any], nbytes: int, copy: Callable[[], None]) -> dict[str, float]:
-    """Print the rate of each case, and what of CPU time a GB takes; returns the rates over memcpy."""
-    runs: dict[str, tuple[float, Callable[[], object]]] = {"memcpy": (nbytes / 1e9, copy)}
+def throughput(title: str, cases: dict[str, Any], nbytes: int, copy: Way) -> Round:
+    """Whole epochs of each case, as many a turn as take about a second."""
+    amounts, ways = {"memcpy": nbytes / 1e9}, {"memcpy": copy}
     for name, batches in cases.items():
         consume(batches)
         started = time.perf_counter()
         consume(batches)
         epochs = 1 + int(TURN_SECONDS / (time.perf_counter() - started))
-        runs[name] = epochs * nbytes / 1e9, partial(consume, batches.repeat(epochs))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(REPEATS):
-        for name, (gigabytes, run) in runs.items():
-            started, cpu = time.perf_counter(), cpu_seconds()
-            run()
-            seconds, used = time.perf_counter() - started, cpu_seconds() - cpu
-            found[name].append((gigabytes / seconds, used / gigabytes))
-    unit = max(statistics.median(rate for rate, _ in found[name]) for name in found if "TFRecord" in name)
-    memcpy = statistics.median(rate for rate, _ in found["memcpy"])
-    print(f"{'':32} {'GB/s':>6} {'over TFRecord':>14} {'of memcpy':>10} {'CPU s/GB':>9}")
-    ratios = {}
-    for name, figures in found.items():
-        rate, used = (statistics.median(column) for column in zip(*figures, strict=True))
-        print(f"{name:32} {rate:6.2f} {rate / unit:14.2f} {rate / memcpy:10.3f} {used:9.2f}")
-        ratios[f"{name} over memcpy"] = rate / memcpy
-    return ratios
+        amounts[name], ways[name] = epochs * nbytes / 1e9, partial(consumed, batches.repeat(epochs))
+    over = ["memcpy", *(name for name in cases if "TFRecord" in name)]
+    key = f"tensorflow-cpu {version('tensorflow-cpu')}, {{title}}: {{way}} over {{over}}"
+    return Round(title, ways, over, amounts, turns=REPEATS, warm=0, key=key)
 
 
-def spinning(cases: dict[str, Any], batch_bytes: int) -> None:
-    """Print what a thread that runs pure Python keeps, at half the rate that TFRecord holds beside it."""
+def consumed(batches: Any) -> None:
+    consume(batches)
+
+
+def spinning(cases: dict[str, Any], batch_bytes: int, options: Options) -> Iterator[Figures]:
+    """What a thread that runs pure Python keeps, at half the rate that TFRecord holds beside it."""
     streams = {name: iter(batches.repeat()) for name, batches in cases.items()}
     for stream in streams.values():
         next(stream)
     _, fastest = spin(lambda: next(streams["TFRecord"]), 1e12, batch_bytes, SPIN_SECONDS)
     rate = fastest * 1e9 / 2
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in streams}
-    for _ in range(REPEATS):
+    for _ in range(options.turns(REPEATS)):
         alone, _ = spin(lambda: None, rate, batch_bytes, SPIN_SECONDS)
         for name, stream in streams.items():
             loops, delivered = spin(partial(next, stream), rate, batch_bytes, SPIN_SECONDS)
             found[name].append((loops / alone, delivered))
-    print(f"{f'beside a thread that spins, at {rate / 1e9:.2f} GB/s':44} {'kept':>6} {'GB/s':>6}")
     for name, figures in found.items():
         kept, delivered = (statistics.median(column) for column in zip(*figures, strict=True))
-        print(f"{name:44} {kept:6.3f} {delivered:6.2f}")
+        title = f"beside a thread that spins, at {rate / 1e9:.2f} GB/s, {name}"
+        yield Figures(title, {"kept": kept, "GB/s": delivered})
 
 
-def main() -> None:
-    libraries = []
-    for name in ("tensorflow-cpu", "tensorflow-io"):
-        try:
-            libraries.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            libraries.append(f"no {name}")
-    print(machine(), *libraries)
-    ratios = {}
-    for row_bytes, batch, total_bytes in SIZES:
-        rows = total_bytes // row_bytes
-        with tempfile.TemporaryDirectory() as folder:
-            cache = filled_cache(Path(folder) / "cache", row_bytes, total_bytes, "128MiB", rows // 8)
-            blocks = random_blocks(mapped_files(cache), batch * row_bytes, total_bytes)
-            slot = np.empty(batch * row_bytes, np.uint8)
-
-            def copy(blocks: list[Any] = blocks, slot: Any = slot) -> None:
-                for block in blocks:
-                    np.copyto(slot, block)
-
-            cases = peers(cache, Path(folder), row_bytes, batch, rows) | ours(cache, batch)
-            print(f"\nrows of {row_bytes >> 10} KiB, batches of {batch}")
-            rates = throughput(cases, total_bytes, copy)
-            ratios |= {f"{row_bytes >> 10} KiB: {name}": ratio for name, ratio in rates.items()}
+def tensorflow(options: Options) -> Cases:
+    print(f"tensorflow-cpu {version('tensorflow-cpu')}, tensorflow-io {io_version() or 'is not there'}")
+    for row_bytes, batch, all_bytes in SIZES:
+        rows = min(all_bytes, max(options.of(all_bytes), 32 << 20)) // row_bytes
+        total_bytes, title = rows * row_bytes, f"{row_bytes >> 10} KiB"
+        with (
+            scratch(options.folder) as folder,
+            filled_cache(folder / "cache", row_bytes, total_bytes, "128MiB", rows // 8) as cache,
+        ):
+            cases = peers(cache, folder, row_bytes, batch, rows) | ours(cache, batch)
+            yield throughput(title, cases, total_bytes, memcpy(cache, batch * row_bytes, total_bytes))
             if row_bytes == 1 << 16:
-                spinning({name: cases[name] for name in cases if "parse" not in name}, batch * row_bytes)
+                of = {name: cases[name] for name in cases if "parse" not in name}
+                yield from spinning(of, batch * row_bytes, options)
             del cases
-            cache.close()
-    remember(f"tensorflow {version('tensorflow-cpu')}", ratios)
-
-
-if __name__ == "__main__":
-    main()

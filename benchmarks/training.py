@@ -8,14 +8,14 @@ bfloat16, forward, backward and SGD, of two widths, so that a step takes some mu
 torch's Dataset gathers a whole batch at once, which is its fast way. The device is synchronized at a turn's
 ends; STEPS a turn, of epochs that follow without a seam where a loader can; cases take turns; medians.
 Processor seconds are those of all threads of this process; those of workers are not counted.
-Run: `python -m benchmarks.training` where there is a CUDA device. Results: benchmarks/RESULTS.md.
+Run: `python -m benchmarks training` where there is a CUDA device. Results: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import nn
 
 import arrowcache as ac
 from arrowcache.torch import Loader
-from benchmarks.measure import cpu_seconds, interleaved, machine
+from benchmarks.harness import Cases, Figures, Options, Round, Way, scratch, written
 
 IMAGES, SHAPE, CLASSES = 4096, (3, 224, 224), 1000
 BATCH_ROWS, STEPS, REPEATS, WORKERS = 256, 40, 3, 8
@@ -86,12 +86,9 @@ def filled(folder: Path) -> ac.Cache:
     np.save(folder / "images.npy", images)
     np.save(folder / "labels.npy", labels)
     schema = ac.Schema({"image": ac.Tensor("uint8", SHAPE), "label": ac.Tensor("int64")})
-    cache = ac.Cache.create(folder / "cache", schema, "4GiB")
-    with cache.writer() as writer:
-        for start in range(0, IMAGES, BATCH_ROWS):
-            rows = slice(start, start + BATCH_ROWS)
-            writer.extend(image=images[rows], label=labels[rows])
-    return cache
+    chunks = (slice(start, start + BATCH_ROWS) for start in range(0, IMAGES, BATCH_ROWS))
+    parts = ({"image": images[rows], "label": labels[rows]} for rows in chunks)
+    return written(folder / "cache", schema, parts, "4GiB")
 
 
 def of_torch(folder: Path, workers: int) -> Iterator[Batch]:
@@ -109,8 +106,7 @@ def of_torch(folder: Path, workers: int) -> Iterator[Batch]:
             yield images.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True)
 
 
-def measure(folder: Path, loader: Loader, width: int) -> None:
-    """Print one line a case."""
+def measure(folder: Path, loader: Loader, width: int) -> Cases:
     step = step_of(width)
     resident = next((batch["image"].clone(), batch["label"].clone()) for batch in loader)
     sources: dict[str, Iterator[Batch]] = {
@@ -119,41 +115,27 @@ def measure(folder: Path, loader: Loader, width: int) -> None:
         "DataLoader": of_torch(folder, 0),
         f"DataLoader, {WORKERS} workers": of_torch(folder, WORKERS),
     }
-    used: dict[str, list[float]] = {name: [] for name in sources}
 
     def run(name: str) -> None:
-        before = cpu_seconds()
         for images, labels in itertools.islice(sources[name], STEPS):
             step(images, labels)
         torch.cuda.synchronize()
-        used[name].append(cpu_seconds() - before)
 
-    cases: dict[str, Callable[[], None]] = {name: lambda name=name: run(name) for name in sources}  # type: ignore[misc]
-    for case in cases.values():
-        case()
-    found = {name: seconds / STEPS for name, seconds in interleaved(cases, REPEATS).items()}
-    least = found["on the device already"]
-    nbytes = resident[0].nbytes
-    print(f"\nwidth {width}: a step of {1000 * least:.2f} ms asks for {nbytes / least / 1e9:.2f} GB/s")
-    for name, seconds in found.items():
-        busy = np.median(used[name][1:]) / STEPS
-        print(
-            f"{name:24}{BATCH_ROWS / seconds:9.0f} images/s, {least / seconds:.3f} of it; "
-            f"{1000 * busy:.1f} ms of processor a step"
-        )
+    ways: dict[str, Way] = {name: partial(run, name) for name in sources}
+    title, over = f"width {width}: steps of {BATCH_ROWS} images", ["on the device already"]
+    told = yield Round(title, ways, over, BATCH_ROWS * STEPS, "images", turns=REPEATS)
+    asked = np.median(told["ways"][over[0]]["rates"]) * resident[0].nbytes / BATCH_ROWS / 1e9
+    yield Figures(f"width {width}: such a step asks for", {"GB/s": asked})
 
 
-def main() -> None:
+def training(options: Options) -> Cases:
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device here: nothing was measured.")
-    print(machine())
     print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with filled(folder) as cache, Loader(cache, BATCH_ROWS, device="cuda") as loader:
-            for width in WIDTHS:
-                measure(folder, loader, width)
-
-
-if __name__ == "__main__":
-    main()
+    with (
+        scratch(options.folder) as folder,
+        filled(folder) as cache,
+        Loader(cache, BATCH_ROWS, device="cuda") as loader,
+    ):
+        for width in WIDTHS:
+            yield from measure(folder, loader, width)

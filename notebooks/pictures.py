@@ -23,7 +23,7 @@ SCALE = 2  # sharp on any screen
 MARGIN = 16
 COLORS = 128  # of a palette: all of them would look little better, and take three times the bytes
 EPOCHS = 5  # of the training, before the monitor is taken
-MOST_BYTES = 150_000  # of a picture
+MAX_BYTES = 150_000  # of a picture
 
 
 FREEZE_IF_BUSY = """
@@ -38,7 +38,7 @@ return Boolean(isBusy && isWellOnItsWay);
 
 
 def save(name: str, png: bytes) -> None:
-    """Write a screenshot with a margin, as sharp as MOST_BYTES allows."""
+    """Write a screenshot with a margin, as sharp as MAX_BYTES allows."""
     taken = ImageOps.expand(Image.open(io.BytesIO(png)).convert("RGB"), MARGIN, "white")
     path = FOLDER / f"{name}.png"
     for share in (1.0, 0.75, 0.6, 0.5):
@@ -48,7 +48,7 @@ def save(name: str, png: bytes) -> None:
         white = 3 * image.getpixel((0, 0))  # which has become nearly white
         image.putpalette([*palette[:white], 255, 255, 255, *palette[white + 3 :]])
         image.save(path, optimize=True)
-        if path.stat().st_size < MOST_BYTES:
+        if path.stat().st_size < MAX_BYTES:
             break
     print(f"{path.name}: {image.width} x {image.height} pixels, {path.stat().st_size:,} bytes")
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from begun import a_test_begins
 from hypothesis import HealthCheck, settings
-from quick import NIGHTLY, SEED, changed, is_drawn
+from quick import NIGHTLY, SECONDS, SEED, changed, function_of, is_drawn, recorded
 
 if TYPE_CHECKING:
     from arrowcache import Cache
@@ -57,6 +58,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run all, what is marked `nightly`, too")
+    parser.addoption(
+        "--quickest", action="store_true", help="leave out the functions that take most of the time"
+    )
     parser.addoption("--share", type=int, default=1, help="run one test in so many, drawn by TESTS_SEED")
 
 
@@ -78,26 +82,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Processes that share the tests have to agree on their names, in which no address may be.
 
     What is marked `nightly` is left out where it need not run: see quick.py. Of a test with many cases that
-    is marked `smoke` the first of those left is. Of those that the marks select, `--share` leaves a part.
+    is marked `smoke` the first of those left is. Of those that the marks select, `--share` and `--quickest`
+    leave a part.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {named[0]}: its name has an address")
     if not config.getoption("nightly"):
         is_changed: dict[tuple[str, ...], bool] = {}
-        left = [item for item in items if is_left_to_the_night(item, is_changed)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in {*left}]
+        leave_out(config, items, [item for item in items if is_left_to_the_night(item, is_changed)])
     seen = set()
     for item in items:
-        name = item.nodeid.partition("[")[0]
+        name = function_of(item.nodeid)
         if name in seen:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
         seen.add(name)
     yield
     share = 1 if config.getoption("nightly") else config.getoption("share")
-    left = [item for item in items if not is_drawn(item.nodeid, share)]
+    most = {*recorded()["longest"]} if config.getoption("quickest") else set()
+    left = [item for item in items if not is_drawn(item.nodeid, share) or function_of(item.nodeid) in most]
+    leave_out(config, items, left)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in {*left}]
+    gone = {*left}
+    items[:] = [item for item in items if item not in gone]
 
 
 def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bool]) -> bool:
@@ -106,6 +115,19 @@ def is_left_to_the_night(item: pytest.Item, is_changed: dict[tuple[str, ...], bo
         if mark.args not in is_changed:
             is_changed[mark.args] = changed(mark.args)
     return any(not is_changed[mark.args] for mark in marks)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A nightly run keeps the seconds of the quick tests' functions, for `python tests/quick.py`."""
+    if not config.getoption("nightly"):
+        return
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:
+                seconds[function_of(report.nodeid)] += report.duration
+    assert config.cache is not None
+    config.cache.set(SECONDS, config.cache.get(SECONDS, {}) | seconds)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from arrowcache.torch.registered import Registered
+from arrowcache.torch.pinned_memory import PinnedMemory
 from arrowcache.torch.tensors import move
 
 GARBAGE = 0xA5
@@ -73,6 +73,7 @@ class FakeDevice:
         self.order, self.deaf, self.most_bytes = order, deaf, most_bytes
         self.errors: list[str] = []
         self.calls: list[str] = []
+        self.copies = 0
         self.threads: set[int] = set()  # that called it
         self.default = Stream("compute 0")
         self.streams = [self.default]
@@ -88,7 +89,7 @@ class FakeDevice:
         self.failure: Callable[[], BaseException] = lambda: RuntimeError("the device failed")
         self.memory_bytes = self.places = 0  # places: how often `memory` gave some that is in use
         self.events: weakref.WeakSet[Event] = weakref.WeakSet()
-        self._registered = Registered(self)
+        self._registered = PinnedMemory(self)
         self._copy_streams: list[Stream] = []
         self._capturing: int | None = None  # thread
         self._random = random.Random(seed)
@@ -215,6 +216,7 @@ class FakeDevice:
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         self._call("copy")
+        self.copies += len(pairs)
         for into, source in pairs:
             self._copy(into, source, stream)
 

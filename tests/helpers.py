@@ -28,8 +28,8 @@ import pyarrow as pa
 import arrowcache as ac
 from arrowcache.arrow.segment import Column, VariableColumn, encode
 from arrowcache.limits import Limits
-from arrowcache.storage.counters import Readout, parse_counters
-from arrowcache.storage.page import read_page
+from arrowcache.proc import OpenFile
+from arrowcache.storage.counters import LOADER_LINK, LoaderCounts, seen_loaders
 
 if TYPE_CHECKING:
     import pytest
@@ -280,10 +280,19 @@ def goes_unheld(make: Callable[[], Any]) -> bool:
         gc.enable()
 
 
-def read_counters(path: str | os.PathLike[str]) -> Readout | None:
-    """The counters on a page, by its file."""
-    page = read_page(path)
-    return None if page is None else parse_counters(page, time.perf_counter())
+def loader_pages(pid: int | None = None) -> list[OpenFile]:
+    """The pages on which the loaders of this process, or of another, show their counts."""
+    pid, found = pid or os.getpid(), []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # it is that of the listing, or was closed meanwhile
+            if (link := os.readlink(f"/proc/{pid}/fd/{fd}")) == LOADER_LINK:
+                found.append(OpenFile(pid, fd, link))
+    return found
+
+
+def shown_loaders(folder: Path, pid: int | None = None, now: float | None = None) -> list[LoaderCounts]:
+    """What the loaders of a cache in this process, or in another, show."""
+    return seen_loaders(folder, loader_pages(pid), now)
 
 
 def worker_pids() -> list[int]:
@@ -391,15 +400,17 @@ def in_living_child(body: Callable[[], None]) -> Iterator[int]:
                 os.close(ends)
 
 
-def with_less(module: ModuleType, text: str, less: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module whose source has less in place of a text that it has once."""
+def with_less(module: ModuleType, text: str, less: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a module made anew from its source, with less in place of a text that it has once.
+
+    Modules that are imported, or made anew, from now on have it in the place of the module itself.
+    """
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert source.count(text) == 1
-    made = ModuleType("module_with_less")
+    made = ModuleType(module.__name__)
     monkeypatch.setitem(sys.modules, made.__name__, made)
     exec(compile(source.replace(text, less), module.__file__, "exec"), made.__dict__)
-    return made
 
 
 def nearly_full(path: Path, headroom: float = 0.1) -> ac.Cache:

@@ -37,63 +37,63 @@ from cosmic_ray.plugins import get_operator, operator_names
 from cosmic_ray.testing import run_tests
 
 ROOT = Path(__file__).parents[1]
-READING = "gather mapped membership order plan portion ranks segment_arrays shuffle slots snapshot stream"
-FILES = [f"reading/{name}.py" for name in f"{READING} supply".split()]
+READING = "assembly columns gather mapped order plan ranks shuffle slots snapshot stream"
+FILES = ["process.py", *(f"reading/{name}.py" for name in f"{READING} available_rows".split())]
 for folder in ("storage", "torch", "sampling", "sampling/sources"):
     FILES += sorted(f"{folder}/{path.name}" for path in ROOT.glob(f"arrowcache/{folder}/[!_]*.py"))
 FORKS = "../fork/test_inherited.py"
 TESTS = {  # where it is not folder/test_x.py alone that tests folder/x.py
-    "storage/annotations.py": "storage/test_notes.py reading/test_weights.py",
-    "storage/cache_lock.py": "storage/test_store.py",
-    "storage/counters.py": "reading/test_counter_page.py reading/test_stats.py",
+    "process.py": "test_process.py ../multiprocess/test_worker_group.py",
+    "storage/counters.py": f"storage/test_counters.py reading/test_stats.py {FORKS}",
     "storage/folder.py": "storage/test_folder.py storage/test_store.py",
     "storage/layout.py": "storage/test_layout.py storage/test_usage.py storage/test_recovery.py "
     "storage/test_dataset.py",
     "storage/lease.py": f"storage/test_lease.py storage/test_store.py {FORKS}",
-    "storage/locks.py": f"storage/test_locks.py {FORKS}",
+    "storage/locks.py": f"storage/test_locks.py storage/test_store.py {FORKS}",
     "storage/mapping.py": f"storage/test_mapping.py reading/test_unreadable.py {FORKS}",
-    "storage/open_tasks.py": "sampling/sources/test_items.py",
-    "storage/page.py": f"storage/test_progress.py reading/test_counter_page.py {FORKS}",
-    "storage/progress.py": f"storage/test_progress.py {FORKS}",
+    "storage/notes_log.py": "storage/test_notes_log.py storage/test_row_notes.py reading/test_row_weights.py",
     "storage/recovery.py": "storage/test_recovery.py test_cache.py",
-    "storage/sizing.py": "storage/test_sizing.py test_cache.py storage/test_store.py",
+    "storage/settings.py": "storage/test_settings.py test_cache.py storage/test_store.py",
     "storage/store.py": "storage/test_store.py storage/test_recovery.py storage/test_ingest.py "
     "storage/test_writer.py reading/test_pacing.py",
     "storage/writer.py": f"storage/test_writer.py {FORKS}",
     "storage/verification.py": "storage/test_verification.py reading/test_unreadable.py",
-    "reading/gather.py": "reading/test_gather.py reading/test_disk_reads.py reading/test_snapshot.py",
+    "reading/columns.py": "reading/test_columns.py reading/test_column_functions.py reading/test_view.py "
+    "reading/test_gather.py",
+    "reading/gather.py": "reading/test_gather.py reading/test_read_mode.py reading/test_disk_reads.py "
+    "reading/test_snapshot.py",
     "reading/mapped.py": f"reading/test_mapped.py {FORKS}",
-    "reading/membership.py": "reading/test_ranks.py reading/test_loader_ranks.py",
-    "reading/order.py": "reading/test_order.py reading/test_plan.py reading/test_resumed_steps.py",
-    "reading/plan.py": "reading/test_plan.py reading/test_resumed_steps.py reading/test_resume.py",
-    "reading/portion.py": "reading/test_seams.py reading/test_stats.py reading/test_stream.py",
+    "reading/order.py": "reading/test_order.py reading/test_plan.py",
+    "reading/plan.py": "reading/test_plan.py reading/test_resume.py",
+    "reading/assembly.py": "reading/test_seams.py reading/test_stats.py reading/test_stream.py",
     "reading/ranks.py": "reading/test_ranks.py reading/test_loader_ranks.py",
     "reading/shuffle.py": "reading/test_shuffle.py reading/test_order.py",
     "reading/slots.py": "reading/test_slots.py reading/test_worker_slots.py reading/test_gather.py",
     "reading/snapshot.py": f"reading/test_snapshot.py reading/test_view.py {FORKS}",
-    "reading/stream.py": "reading/test_stream.py reading/test_seams.py reading/test_ends.py "
-    "reading/test_repeat.py reading/test_stats.py",
-    "reading/supply.py": "reading/test_epoch.py reading/test_patience.py reading/test_stats.py",
+    "reading/stream.py": "reading/test_stream.py reading/test_idle_snapshots.py reading/test_seams.py "
+    "reading/test_ends.py reading/test_repeat.py reading/test_stats.py",
+    "reading/available_rows.py": "reading/test_epoch.py reading/test_patience.py reading/test_stats.py",
 }
 OF_TESTS = {  # of several files each: those of tests/adapters/test_torch_x.py, and of tests/unit/sampling
-    "backend transfers": "torch/backend torch/deferred torch/device torch/iteration torch/lane torch/plan "
-    "torch/registered torch/structure",
-    "cached": "torch/cached_dataset",
-    "cached_loader": "torch/cached_epoch torch/cached_loader torch/makers",
+    "backend transfers": "torch/backend torch/device torch/device_copier torch/pinned_memory torch/structure",
+    "cached": "torch/cached_dataset torch/item_source",
+    "cached_loader": "torch/cached_epochs torch/item_workers torch/randomness",
     "cached_items": "torch/codecs torch/collation torch/images torch/leaves",
-    "dataset": "torch/batch_sampler torch/dataset torch/descriptor torch/parent_watch torch/snapshots",
-    "loader loader_device": "torch/delivery torch/distributed torch/loader torch/tensors",
+    "dataset": "torch/batch_sampler torch/dataset torch/snapshots",
+    "loader loader_device": "torch/distributed torch/tensors",
+    "loader loader_device cached_loader": "torch/loader",
     "packed": "torch/packed_loader",
-    "transport dataset": "torch/transport",
-    "pool": "sampling/dispatcher sampling/executors sampling/options sampling/pool sampling/workers",
-    "task": "sampling/rows sampling/task",
+    "cached_loader dataset": "torch/worker_processes",
+    "lazy_batch dataset": "torch/lazy_batch",
+    "pool sources/items": "sampling/executors",
+    "pool": "sampling/dispatcher sampling/pool sampling/workers",
+    "task": "sampling/task",
     "sources/items": "sampling/sources/items",
-    "sources/mix_and_map": "sampling/sources/choice sampling/sources/map sampling/sources/mix "
-    "sampling/sources/source",
+    "sources/mix_and_map": "sampling/sources/source",
     "sources/parquet": "sampling/sources/parquet",
     "sources/shards": "sampling/sources/shards",
-    "sources/store": "sampling/sources/handles sampling/sources/object_store sampling/retries",
-    "sources/windows sources/plans": "sampling/sources/arrays sampling/sources/hdf5 sampling/sources/pieces "
+    "sources/store": "sampling/sources/getter sampling/sources/object_store sampling/retries",
+    "sources/windows sources/plans": "sampling/sources/arrays sampling/sources/hdf5 "
     "sampling/sources/windows sampling/sources/zarr3",
 }
 for names, files in OF_TESTS.items():

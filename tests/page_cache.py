@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.page_cache import resident_bytes
+from benchmarks.usage import resident_bytes
 
 __all__ = ["counts_pages", "drop_from_memory", "resident_bytes"]
 

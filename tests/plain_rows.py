@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from arrowcache.native import engine
-from arrowcache.native.engine import CopiedColumn, Found, Job, Read
+from arrowcache.native.engine import CopiedColumn, Found, Job, Read, SegmentRows
+from arrowcache.native.engine import threads as of_process
 from arrowcache.native.library import library
-from arrowcache.native.rows import SegmentRows
-from arrowcache.native.threads import threads as of_process
 
 STOP_NANOSECONDS = 60_000_000_000
 Array = np.ndarray[Any, Any]
@@ -141,7 +140,7 @@ class Table(SegmentRows):
 
 
 def columns_of(arrays: Sequence[Array]) -> list[CopiedColumn]:
-    return [CopiedColumn(number, array.shape[1], array.ctypes.data) for number, array in enumerate(arrays)]
+    return [(number, array.shape[1], array.ctypes.data) for number, array in enumerate(arrays)]
 
 
 def begun(rows: SegmentRows, ids: Array, arrays: Sequence[Array]) -> Job:

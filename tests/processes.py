@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 from helpers import DEADLINE_SECONDS
-from script_server import MOST_BYTES, SINGLE_THREADED
+from script_server import MAX_BYTES, SINGLE_THREADED
 
 import arrowcache as ac
 
@@ -326,7 +326,7 @@ class _Forked:
     def __init__(self, streams: Sequence[int], code: str, **request: object) -> None:
         self._told, its_end = os.pipe()
         sent = json.dumps({**request, "code": code, "folder": os.getcwd()}).encode()
-        assert len(sent) < MOST_BYTES, "more than the server takes"
+        assert len(sent) < MAX_BYTES, "more than the server takes"
         server = _script_server("torch" in code)
         socket.send_fds(server, [sent], [*streams, its_end])
         os.close(its_end)

@@ -2,8 +2,13 @@
 
 A test is marked `slow`, and one case of it `smoke`: `make test` runs that. `nightly` leaves a test to
 `make nightly`, but for the folders that it names: it also runs where one of these has changed since the last
-nightly run, of which nightly.json has their digests. `python tests/quick.py` writes that file. Of what is
-beyond `make test`, a commit's CI runs one test in some, by `--share`.
+nightly run. Of what is beyond `make test`, a commit's CI runs one test in some, by `--share`.
+
+Of the quick tests a few hundred functions take most of the time. `make check`, which is for each change,
+leaves these out, by `--quickest`; a new test runs until the next nightly run has measured it.
+
+nightly.json records the last nightly run: the folders' digests and the functions that took most of the time.
+`python tests/quick.py` writes that file.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +75,26 @@ def is_drawn(name: str, share: int, seed: int = SEED) -> bool:
     return zlib.crc32(f"{seed} {name}".encode()) % share == 0
 
 
+def function_of(test: str) -> str:
+    """Return the name of a test's function, which its cases share."""
+    return test.partition("[")[0]
+
+
+def longest(seconds: Mapping[str, float], share: float = 0.9) -> list[str]:
+    """Return the fewest functions that took this share of the time of all, or more; sorted by name."""
+    left, names = share * sum(seconds.values()), list[str]()
+    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+        if left <= 0:
+            break
+        left -= seconds[name]
+        names.append(name)
+    return sorted(names)
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {"folders": {}, "longest": []}
+
+
 def digest(folder: str) -> str:
     """Of the sources in a folder of the repository."""
     found = hashlib.sha256()
@@ -82,15 +107,19 @@ def digest(folder: str) -> str:
 
 def changed(folders: Iterable[str]) -> bool:
     """True if one of these folders is not as the last nightly run had it."""
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return any(recorded.get(folder) != digest(folder) for folder in folders)
+    before = recorded()["folders"]
+    return any(before.get(folder) != digest(folder) for folder in folders)
 
 
 FOLDERS = (
-    "arrowcache/native", "arrowcache/storage", "arrowcache/torch", "benchmarks", "benchmarks/device_proof",
-    "tests/native",
+    "arrowcache/native", "arrowcache/storage", "arrowcache/torch", "benchmarks", "tests/gpu", "tests/native",
 )  # fmt: skip
 """All that tests name in their marks."""
 
+SECONDS = "quick/seconds"
+"""The name in pytest's cache of each function's seconds: those of its cases that are quick, together."""
+
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps({folder: digest(folder) for folder in FOLDERS}, indent=1) + "\n")
+    measured = json.loads((ROOT / ".pytest_cache/v" / SECONDS).read_text())
+    record = {"folders": {folder: digest(folder) for folder in FOLDERS}, "longest": longest(measured)}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")

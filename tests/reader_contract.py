@@ -27,6 +27,7 @@ from helpers import (
     wait_until,
     worker_pids,
 )
+from interruptions import Interruption, library
 
 import arrowcache as ac
 
@@ -116,14 +117,20 @@ def same(batch: Any) -> Any:
 
 
 def nothing_is_left(cache: ac.Cache) -> None:
-    """No lease, and no worker process."""
+    """No lease of this cache, nor of those beside it that readers made, and no worker process."""
+    caches = [ac.Cache.open(path.parent) for path in cache.path.parent.glob("*/cache.json")]
 
     def is_let_go() -> bool:
         gc.collect()
-        return cache.stats().leased_bytes == 0 and not worker_pids()
+        return not any(each.stats().leased_bytes for each in caches) and not worker_pids()
 
     wait_until(is_let_go, "the leases and the workers to end")
-    assert cache.verify() == []
+    for each in caches:
+        assert each.verify() == []
+
+
+#: Has a reader's batches made another way.
+TRANSFORMED = {"transform": same}
 
 
 def yielded(reader: Any) -> Any:
@@ -264,6 +271,14 @@ class WholeEpochs:
             with pytest.raises(RuntimeError, match="the loader was closed"):
                 next(batches)
 
+    def test_endless_batches_of_a_reader_that_is_closed_between_two_epochs_just_end(self, face, cache):
+        face.needs("repeat")
+        for taken in (10, 20):
+            with face.make(cache, 16) as reader:
+                batches = reader.repeat()
+                assert len(ids_of(itertools.islice(batches, taken))) == 16 * taken
+            assert [*batches] == []
+
     def test_a_consumer_that_closes_its_iterator_or_drops_it_is_told_nothing(self, face, cache):
         face.needs("one epoch")
         with face.make(cache, 16) as reader:
@@ -282,6 +297,89 @@ class WholeEpochs:
         first = ids_of([next(epoch)])
         cache.close()
         assert sorted(first + ids_of(epoch)) == IDS
+
+    @pytest.mark.parametrize("taken", [0, 1, 5, 10])
+    def test_each_iteration_is_a_whole_epoch_after_one_that_was_left(self, face, cache, taken):
+        with face.make(cache, 16) as reader:
+            for _ in range(2):
+                assert len(ids_of(itertools.islice(reader, taken))) == 16 * taken
+                for _ in range(2):
+                    assert sorted(ids_of(reader)) == IDS
+
+    def test_an_iterator_that_the_garbage_collector_takes_ends_its_epoch_in_silence(self, face, cache):
+        with face.make(cache, 16) as reader:
+            for taken in (0, 1, 5):
+                epoch = iter(reader)
+                assert len(ids_of(itertools.islice(epoch, taken))) == 16 * taken
+                cycle: list[Any] = [epoch]
+                cycle.append(cycle)
+                del epoch, cycle
+                gc.collect()
+                assert sorted(ids_of(reader)) == IDS
+
+    def test_endless_batches_that_their_consumer_closes_end_in_silence(self, face, cache):
+        face.needs("repeat")
+        with face.make(cache, 16) as reader:
+            for taken in (0, 3, 10, 25):
+                batches = reader.repeat()
+                assert len(ids_of(itertools.islice(batches, taken))) == 16 * taken
+                batches.close()
+                assert [*batches] == []
+                assert sorted(ids_of(itertools.islice(reader.repeat(), 10))) == IDS
+
+    @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # of a destructor
+    @pytest.mark.parametrize("method", ["__iter__", "repeat"])
+    def test_after_an_interrupt_the_next_epoch_is_whole(self, face, cache, method):
+        face.needs("repeat", "interrupt")
+        with face.make(cache, 16) as reader:
+            for number in (5, 40, 90, 200, 350):
+                with Interruption(number, library) as interruption:
+                    ids_of(itertools.islice(getattr(reader, method)(), 25))
+                assert interruption.where
+                assert sorted(ids_of(reader)) == IDS, interruption.where
+        del reader
+        nothing_is_left(cache)
+
+    def test_what_is_dropped_in_mid_epoch_leaves_nothing(self, face, cache):
+        for options in ({}, TRANSFORMED) if "transform" in face.has else ({},):
+            reader = face.make(cache, 8, **options)
+            epoch = iter(reader)
+            kept = next(epoch)
+            del epoch, reader
+            nothing_is_left(cache)
+            assert len(ids_of([kept])) == 8
+
+    def test_a_closed_reader_says_so_and_what_it_had_begun_is_over(self, face, cache):
+        face.needs("close")
+        reader = face.make(cache, 16, **(TRANSFORMED if "transform" in face.has else {}))
+        epoch = iter(reader)
+        kept = next(epoch)
+        reader.close()
+        reader.close()
+        assert cache.stats().leased_bytes == 0
+        assert not worker_pids()
+        with pytest.raises(RuntimeError, match="was closed"):
+            next(epoch)
+        assert len(ids_of([kept])) == 16
+        with pytest.raises(ValueError, match="is closed: make a new one"):
+            iter(reader)
+
+    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+    def test_a_forked_child_reads_anew_and_its_parent_goes_on(self, face, cache):
+        face.needs("fork")
+        with face.make(cache, 16, **(TRANSFORMED if "transform" in face.has else {})) as reader:
+            epoch = iter(reader)
+            first = ids_of([next(epoch)])
+
+            def child() -> None:
+                with pytest.raises(ValueError, match="the process that forked this one"):
+                    next(epoch)
+                assert sorted(ids_of(reader)) == IDS
+                reader.close()
+
+            with in_child(child):
+                pass
+            assert sorted(first + ids_of(epoch)) == IDS
 
     @pytest.mark.parametrize("where", [0, 7])
     def test_a_stop_iteration_of_a_function_is_an_error_and_no_end(self, face, cache, where):
@@ -523,15 +621,6 @@ class Contract(WholeEpochs):
         del reader
         nothing_is_left(cache)
 
-    def test_what_is_dropped_in_mid_epoch_leaves_nothing(self, face, cache):
-        for transform in (None, same) if "transform" in face.has else (None,):
-            reader = face.make(cache, 8, transform=transform)
-            epoch = iter(reader)
-            kept = next(epoch)
-            del epoch, reader
-            nothing_is_left(cache)
-            assert len(ids_of([kept])) == 8
-
     def test_a_newer_epoch_ends_the_one_before(self, face, cache):
         face.needs("one epoch")
         with face.make(cache, 4) as reader:
@@ -540,21 +629,6 @@ class Contract(WholeEpochs):
             assert sorted(ids_of(reader)) == IDS
             with pytest.raises(face.error or RuntimeError, match="a newer one began"):
                 list(older)
-
-    def test_a_closed_reader_says_so_and_what_it_had_begun_is_over(self, face, cache):
-        face.needs("close")
-        reader = face.make(cache, 16, transform=same)
-        epoch = iter(reader)
-        kept = next(epoch)
-        reader.close()
-        reader.close()
-        assert cache.stats().leased_bytes == 0
-        assert not worker_pids()
-        with pytest.raises(RuntimeError, match="the loader was closed"):
-            next(epoch)
-        assert len(ids_of([kept])) == 16
-        with pytest.raises(ValueError, match="the loader is closed: make a new one"):
-            iter(reader)
 
     def test_a_writer_makes_room_between_epochs(self, face, tmp_path):
         cache = make_cache(tmp_path / "full", capacity="400KiB", headroom=0)
@@ -622,22 +696,3 @@ class Contract(WholeEpochs):
             reader.load_state_dict(state)
             assert ids_of(reader) == rest
             assert sorted(ids_of(reader)) == list(range(192))
-
-    # forks
-
-    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
-    def test_a_forked_child_reads_anew_and_its_parent_goes_on(self, face, cache):
-        face.needs("fork")
-        with face.make(cache, 16, transform=same) as reader:
-            epoch = iter(reader)
-            first = ids_of([next(epoch)])
-
-            def child() -> None:
-                with pytest.raises(ValueError, match="the process that forked this one"):
-                    next(epoch)
-                assert sorted(ids_of(reader)) == IDS
-                reader.close()
-
-            with in_child(child):
-                pass
-            assert sorted(first + ids_of(epoch)) == IDS

@@ -29,7 +29,7 @@ PRELOADED = (
 )
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """NumPy's and Arrow's libraries start threads as they are imported, which a fork would lose."""
-MOST_BYTES = 1 << 20  # of a request
+MAX_BYTES = 1 << 20  # of a request
 
 
 def serve(number: int, *more: str) -> NoReturn:
@@ -57,7 +57,7 @@ def serve(number: int, *more: str) -> NoReturn:
                 os.close(told)
                 os.close(ready)
                 continue
-            request, fds, _, _ = socket.recv_fds(requests, MOST_BYTES, 4)
+            request, fds, _, _ = socket.recv_fds(requests, MAX_BYTES, 4)
             if not request:
                 sys.exit()  # whoever asked has ended
             *streams, told = fds

@@ -12,7 +12,7 @@ import tensorflow as tf
 from helpers import wait_until
 
 import arrowcache as ac
-from arrowcache.tensorflow.arrow import find_reader
+from arrowcache.tensorflow.arrow_backend import find_reader
 
 try:
     find_reader()

@@ -21,7 +21,7 @@ class Contracts(griffe.Extension):
                 del cls.members[name]
 
     def on_function(self, *, func, loader, **_):
-        """Show each argument of `**options: Unpack[...]`, as `spelled_out` does for `help()`."""
+        """Show each argument of `**options: Unpack[...]`, as `takes` does for `help()`."""
         options = loader.modules_collection["arrowcache.reading.options"]
         for passed in [each for each in func.parameters if str(each.annotation).startswith("Unpack[")]:
             del func.parameters[passed.name]

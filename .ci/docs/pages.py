@@ -31,7 +31,11 @@ def on_files(files, config):
                 for module, names in public_names().items()
             ]
         },
-        {"Project": [add(uri) for uri in found("[!R]*.md") + found("benchmarks/*.md")]},
+        {
+            "Project": [
+                add(uri) for uri in found("[!R]*.md") + found("docs/*/*.md") + found("benchmarks/*.md")
+            ]
+        },
     ]
     return files
 

@@ -309,7 +309,8 @@ def _bits(
 ) -> NDArray[Any]:
     if source == dtype.name or (source == dtype.numpy.name and not is_python):
         return array.astype(dtype.numpy, copy=False)
-    if (is_python and array.dtype.kind != "c") or source in bits.exact_from:
+    is_real = array.dtype.kind != "c" and bits_of(source) is None  # no bits of another dtype
+    if (is_python and is_real) or source in bits.exact_from:
         with np.errstate(all="ignore"):
             single = array.astype(np.float32)
         found = bits.from_float(np.where(np.isnan(single), np.float32(np.nan), single))  # without a payload

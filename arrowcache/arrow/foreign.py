@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import exact_values
 from arrowcache.arrow.dtype import dtype_of
-from arrowcache.arrow.notation import type_name
 from arrowcache.arrow.schema import (
     METADATA_KEY,
     Binary,
@@ -32,6 +31,7 @@ from arrowcache.arrow.schema import (
     String,
     Tensor,
     Timestamp,
+    type_name,
 )
 from arrowcache.errors import SchemaError
 from arrowcache.units import did_you_mean

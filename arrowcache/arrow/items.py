@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
         return " ".join([with_article(self.type.__name__), *words])
 
 
-class Node(NamedTuple):
+class Branch(NamedTuple):
     """A part of the first item that has parts itself: its class, and its keys in order.
 
     `rest` is what it has beside them. It is the same in each item.
@@ -73,7 +73,7 @@ class Same(NamedTuple):
         return "None" if self.at is None else "the same object as another value beside it"
 
 
-Part: TypeAlias = "Leaf | Node | Same"
+Part: TypeAlias = "Leaf | Branch | Same"
 
 
 class Opened(NamedTuple):
@@ -221,7 +221,7 @@ class ItemForm:
             else:
                 parts.append(self._part(full, each, given, within))
         kind = type(value) if opened.kind is object else opened.kind
-        return Node(name, kind, opened.keys, tuple(parts), opened.own, opened.rest)
+        return Branch(name, kind, opened.keys, tuple(parts), opened.own, opened.rest)
 
     def _take(self, part: Part, value: Any, values: dict[str, Any]) -> None:
         if isinstance(part, Leaf):
@@ -233,7 +233,7 @@ class ItemForm:
                 )
             values[part.name] = value
             return
-        assert isinstance(part, Node)
+        assert isinstance(part, Branch)
         opened = self.opened(part.name, value)
         if opened is None:
             opened = contents(object, (), ())
@@ -279,7 +279,7 @@ class ItemForm:
         return "give lists of one length in all items, such as by padding"
 
 
-def _reordered(part: Node, value: Any, opened: Opened) -> Sequence[Any]:
+def _reordered(part: Branch, value: Any, opened: Opened) -> Sequence[Any]:
     """Return the parts of a value in the order of the first item's. Raises: SchemaError: it has others."""
     if isinstance(value, tuple | list) or {*opened.keys} != {*part.keys}:
         has = f"has {', '.join(map(str, opened.keys))}" if opened.keys else f"is a {type(value).__name__}"
@@ -299,9 +299,9 @@ def _reordered(part: Node, value: Any, opened: Opened) -> Sequence[Any]:
 def _nothing_in(root: Part) -> str:
     """Return the error of an item without leaves."""
     empty: Part = root
-    while isinstance(empty, Node) and (nodes := [each for each in empty.parts if isinstance(each, Node)]):
+    while isinstance(empty, Branch) and (nodes := [each for each in empty.parts if isinstance(each, Branch)]):
         empty = nodes[0]
-    if isinstance(empty, Node) and not empty.parts:
+    if isinstance(empty, Branch) and not empty.parts:
         return f"{shown(empty.name)} is an empty {empty.type.__name__}: there is nothing to store"
     return f"{shown(root.name)} has no values but None: there is nothing to store"
 
@@ -478,6 +478,6 @@ def _mode(value: Any) -> str:
 def _leaves(part: Part) -> Iterator[Leaf]:
     if isinstance(part, Leaf):
         yield part
-    elif isinstance(part, Node):
+    elif isinstance(part, Branch):
         for each in part.parts:
             yield from _leaves(each)

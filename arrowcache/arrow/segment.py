@@ -10,15 +10,29 @@ one uncompressed record batch of the stated rows and no null; the buffers lie wi
 after another up to the footer, as their rows need, so that none is elsewhere or shared; offsets of
 tensors are uniform, those of variable-length columns rise.
 
-How buffers are arranged, see arrangement.py.
+Arrangement. A disk is read in pages of 4 KiB, so a row should meet as few of them as it can. The values of a
+column of fixed width begin at a multiple of the largest power of two that divides both a row and a page, at a
+cache line at least, after a gap of zeros. Those of rows of 8 bytes or fewer, and all other buffers, follow at
+once. That saves, where rows are read one by one, half of the bytes read at 4 KiB, a third at 8 KiB, 6 percent
+at 64 KiB, 0.4 percent at 1 MiB. Arrow, DuckDB, Polars and tensorflow-io read files with gaps as any other.
+
+Headers. Arrow decompresses a record batch as soon as it is asked for, into as much memory as the body says
+to need: a small file can ask for more than the machine has. So whether it would is read here first,
+by the format's own definition (format/File.fbs, Message.fbs, and flatbuffers' binary form). Arrow
+checks what it reads again; no more of it is believed here than an answer to that. Arrow's writer puts one
+buffer right after another. The format allows gaps, since headers say where each begins: `spread` makes some
+in a file that Arrow wrote.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import math
+import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,15 +41,8 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.arrow.arrangement import (
-    CACHE_LINE_BYTES,
-    Span,
-    alignments_of,
-    buffer_alignments,
-    is_arranged,
-)
-from arrowcache.arrow.header import footer_start, require_plain, spread
-from arrowcache.arrow.schema import FixedType, Ragged, Schema, Tensor, VariableType
+from arrowcache.arrow.dtype import dtype_of
+from arrowcache.arrow.schema import Binary, FieldType, FixedType, Ragged, Schema, String, Tensor, VariableType
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.limits import Limits
 
@@ -344,3 +351,223 @@ def _bytes_of_no_row(schema: Schema) -> int:
     buffers = 2 * len(schema)
     gaps = sum(alignment - 8 for alignment in alignments_of(schema))  # each begins at a multiple of 8
     return encode(schema, columns).nbytes + CACHE_LINE_BYTES * buffers + gaps
+
+
+FILE_PAGE_BYTES = 4096  # on machines of larger pages, too
+CACHE_LINE_BYTES = 64  # and more than any Arrow writer pads a buffer
+_WORD_BYTES = 8  # Arrow's own alignment
+
+Span = tuple[int, int]
+"""The begin of a buffer in the file, and its bytes."""
+
+
+def alignments_of(schema: Schema) -> list[int]:
+    """Return the alignment in bytes of each column's values, in physical order."""
+    return [*map(_alignment, schema.fixed.values())] + [_WORD_BYTES] * len(schema.variable)
+
+
+def buffer_alignments(schema: Schema) -> list[int]:
+    """Return the alignment in bytes of each of Arrow's buffers, validity and offsets included."""
+    alignments = []
+    kinds = [*schema.fixed.values(), *schema.variable.values()]
+    for kind, alignment in zip(kinds, alignments_of(schema), strict=True):
+        if isinstance(kind, String | Binary):
+            before = 2  # validity, offsets
+        elif isinstance(kind, Ragged) or kind.is_list:
+            before = 3  # and the validity of what the lists hold
+        else:
+            before = 1
+        alignments += [_WORD_BYTES] * before + [alignment]
+    return alignments
+
+
+def is_arranged(schema: Schema, columns: Sequence[Sequence[Span]], stop: int) -> bool:
+    """True if buffers follow one another up to `stop`, with the gaps that alignments need and no others.
+
+    Args:
+        columns: the buffers of each column, its values last, in physical order. Empty buffers are ignored.
+    """
+    end = None
+    for spans, alignment in zip(columns, alignments_of(schema), strict=True):
+        for number, (start, size) in enumerate(spans):
+            unit = alignment if number == len(spans) - 1 else _WORD_BYTES
+            if size:
+                if start % unit or (end is not None and start != end + -end % unit):
+                    return False
+                end = start + size + -size % _WORD_BYTES
+    return end is None or end == stop
+
+
+def _alignment(kind: FixedType) -> int:
+    width = kind.row_bytes
+    return max(CACHE_LINE_BYTES, math.gcd(FILE_PAGE_BYTES, width)) if width > _WORD_BYTES else _WORD_BYTES
+
+
+_TRAILER_BYTES = 10  # the footer's length, and the magic
+_CONTINUATION = 0xFFFFFFFF
+_MAX_PADDING_BYTES = 64  # some count what follows a buffer to it
+_DICTIONARIES, _BATCHES = 2, 3  # fields of Footer
+_HEADER, _BODY_BYTES = 2, 3  # of Message
+_BUFFERS, _COMPRESSION = 2, 3  # of RecordBatch
+_BLOCK = "<qi4xq"  # where a batch's message begins, its bytes, those of the body
+_BUFFER = "<qq"  # where a buffer begins in the body, its bytes
+
+
+def footer_start(file: memoryview) -> int:
+    """Return the byte of a file at which its footer begins.
+
+    Raises: ValueError: the footer would lie outside the file.
+    """
+    start = len(file) - _TRAILER_BYTES - _read("<i", file, len(file) - _TRAILER_BYTES)
+    if not 0 <= start < len(file) - _TRAILER_BYTES:
+        raise ValueError(f"its footer would begin at byte {start} of {len(file)}")
+    return start
+
+
+def require_plain(file: memoryview) -> None:
+    """Make sure that reading the first record batch decompresses nothing, and reads no dictionary.
+
+    Raises: ValueError: what is there, or headers that lead out of the file.
+    """
+    at = footer_start(file)
+    footer = at + _read("<I", file, at)
+    dictionaries, batches = _vector(file, footer, _DICTIONARIES), _vector(file, footer, _BATCHES)
+    if dictionaries and _read("<I", file, dictionaries):
+        raise ValueError("it has dictionaries, which no segment has")
+    if not batches or not _read("<I", file, batches):
+        return
+    message = _read("<q", file, batches + 4)
+    if _read("<I", file, message) != _CONTINUATION:
+        raise ValueError("its record batch does not begin as one")
+    message += 8
+    message += _read("<I", file, message)
+    batch = _field(file, message, _HEADER)
+    if not batch:
+        raise ValueError("its record batch has no header")
+    if _field(file, batch + _read("<I", file, batch), _COMPRESSION):
+        raise ValueError("its record batch is compressed")
+
+
+def structure_spans(file: memoryview, rows: int) -> Iterator[tuple[int, int]]:
+    """The headers and offsets of a file: all that is read to check its structure.
+
+    A span is asked for before it is read: where the disk does not give it, stop here. Where headers lead
+    nowhere these end, and reading them says so.
+
+    Args:
+        rows: that the file is to have.
+    Yields: (start, bytes), within the file.
+    """
+    nbytes = len(file)
+    yield 0, min(8, nbytes)
+    yield max(0, nbytes - _TRAILER_BYTES), min(_TRAILER_BYTES, nbytes)
+    with suppress(ValueError):
+        at = footer_start(file)
+        yield at, nbytes - at
+        batches = _vector(file, at + _read("<I", file, at), _BATCHES)
+        if not batches or not _read("<I", file, batches):
+            return
+        message, message_bytes = _read("<q", file, batches + 4), _read("<i", file, batches + 12)
+        if not 0 < message_bytes <= nbytes - message < nbytes:
+            return
+        yield message, message_bytes
+        batch = _field(file, message + 8 + _read("<I", file, message + 8), _HEADER)
+        buffers = _vector(file, batch + _read("<I", file, batch), _BUFFERS)
+        offsets_bytes, entry_bytes = 4 * (rows + 1), struct.calcsize(_BUFFER)
+        for entry in range(_read("<I", file, buffers)):
+            place = buffers + 4 + entry * entry_bytes
+            start, size = message + message_bytes + _read("<q", file, place), _read("<q", file, place + 8)
+            if 0 <= start <= nbytes - size and 0 <= size - offsets_bytes < _MAX_PADDING_BYTES:
+                yield start, size
+
+
+def spread(pieces: Sequence[memoryview], alignments: Sequence[int]) -> list[memoryview]:
+    """Put gaps of zeros between the buffers of a file's only record batch.
+
+    Args:
+        pieces: the file as Arrow wrote it, in pieces of bytes. The result refers to them.
+        alignments: of each buffer, in bytes, validity bitmaps included. Multiples of 8. An empty buffer stays
+            behind the one before it.
+    """
+    nbytes = sum(piece.nbytes for piece in pieces)
+    trailer = b"".join(_cut(pieces, nbytes - _TRAILER_BYTES)[1])
+    front, rest = _cut(pieces, nbytes - _TRAILER_BYTES - _read("<i", memoryview(trailer), 0))
+    footer = bytearray(b"".join(rest))
+    block = _vector(memoryview(footer), _read("<I", memoryview(footer), 0), _BATCHES) + 4
+    message, message_bytes, body_bytes = struct.unpack_from(_BLOCK, footer, block)
+    body_start = message + message_bytes
+    before, rest = _cut(front, body_start)
+    head = bytearray(b"".join(before))
+    table = message + 8 + _read("<I", memoryview(head), message + 8)
+    batch = _field(memoryview(head), table, _HEADER)
+    buffers = _vector(memoryview(head), batch + _read("<I", memoryview(head), batch), _BUFFERS) + 4
+    if _read("<I", memoryview(head), buffers - 4) != len(alignments):
+        raise AssertionError("Arrow writes other buffers than a segment has")
+    body: list[memoryview] = []
+    done = added = 0
+    for number, alignment in enumerate(alignments):
+        entry = buffers + number * struct.calcsize(_BUFFER)
+        start, size = struct.unpack_from(_BUFFER, head, entry)
+        gap = -(body_start + start + added) % alignment if size else 0
+        if gap:
+            part, rest = _cut(rest, start - done)
+            body += [*part, memoryview(bytes(gap))]
+            done, added = start, added + gap
+        struct.pack_into(_BUFFER, head, entry, start + added, size)
+    struct.pack_into("<q", head, _field(memoryview(head), table, _BODY_BYTES), body_bytes + added)
+    struct.pack_into(_BLOCK, footer, block, message, message_bytes, body_bytes + added)
+    return [memoryview(head), *body, *rest, memoryview(footer)]
+
+
+def _cut(pieces: Sequence[memoryview], at: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The bytes before a position, and those from it on."""
+    before, after = [], []
+    for piece in pieces:
+        size = min(at, piece.nbytes)
+        before.append(piece[:size])
+        after.append(piece[size:])
+        at -= size
+    return [piece for piece in before if piece.nbytes], [piece for piece in after if piece.nbytes]
+
+
+def _vector(file: memoryview, table: int, number: int) -> int:
+    """The position of the count of a table's vector, or 0 if it has none."""
+    at = _field(file, table, number)
+    return at + _read("<I", file, at) if at else 0
+
+
+def _field(file: memoryview, table: int, number: int) -> int:
+    """The position of a table's field, or 0 if it is missing."""
+    fields = table - _read("<i", file, table)
+    slot = 4 + 2 * number
+    if slot + 2 > _read("<H", file, fields):
+        return 0
+    offset = _read("<H", file, fields + slot)
+    return table + offset if offset else 0
+
+
+def _read(kind: str, file: memoryview, at: int) -> int:
+    if not 0 <= at <= len(file) - struct.calcsize(kind):
+        raise ValueError(f"its headers lead to byte {at} of {len(file)}")
+    return int(struct.unpack_from(kind, file, at)[0])
+
+
+def labelled(batch: pa.RecordBatch, schema: Schema) -> pa.RecordBatch:
+    """The columns of a segment in the schema's own order, tensors as `arrow.fixed_shape_tensor`.
+
+    Numbers stay as they are stored; complex ones are pairs in a trailing axis.
+    """
+    columns = [_labelled_column(batch.column(name), kind) for name, kind in schema.items()]
+    fields = [
+        pa.field(name, column.type, nullable=False) for name, column in zip(schema, columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _labelled_column(column: pa.Array, kind: FieldType) -> pa.Array:
+    if not (isinstance(kind, Tensor) and kind.is_list):
+        return column
+    pair = (2,) if dtype_of(kind.dtype).kind == "c" else ()
+    storage = pa.FixedSizeListArray.from_arrays(column.values, kind.elements)
+    tensor_type = pa.fixed_shape_tensor(column.type.value_type, (*kind.shape, *pair))
+    return pa.ExtensionArray.from_storage(tensor_type, storage)

@@ -3,22 +3,43 @@
 Exit codes: 0 all is well; 1 something was wrong with the cache, such as that it is none, or an operation on
 it, or writing the output, failed; 2 wrong usage: an argument, a path where nothing is, a query, an extra
 that is not installed; 130 Ctrl-C.
-Errors are one sentence on stderr.
+Errors are one sentence on stderr. The library names arguments and methods of Python, and `of_shell` options
+and commands instead.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TextIO
 
 from arrowcache import __version__
-from arrowcache.cli.wording import of_shell
 from arrowcache.display import printable
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+_OPTIONS = "capacity|segment_bytes|segment_rows|headroom|durable|schema|interval|again|columns|rows"
+_APART = r"(?<![\w/.'\"=-])"  # no part of a path, of a name or of a text in quotes
+_SHELL = (
+    (r"\b(arrowcache\.)?Cache\.create\b(\(\))?", "arrowcache create"),
+    (r": raise capacity to ", ": raise --capacity to "),
+    (r"\bcache\.(resize|evict|verify)\(\)", r"arrowcache \1"),
+    (r"with cache\.set_pace\(\)", "in Python"),
+    (r",? or pass on_full='wait'", ""),
+    (r"; cache\.tag\(ids, '.*'\) gives it to rows, and a Loader takes .* expect='.*'", ""),
+    (r"raise capacity, or raise headroom", "or raise the capacity by `arrowcache resize`"),
+    (r"\bsql and to_pandas have\b", "`arrowcache sql` has"),
+    (r": open it, or pass exist_ok=True", ": take another path, or `arrowcache resize` to change it"),
+    (r" with compression=(None|'\w+')", ""),  # the command knows it by the file's name
+    (r", or say which of \([^)]*\) it has", ", or call it .gz if it is compressed by gzip"),
+    (rf"{_APART}again=True\b", "--again"),
+    (rf"{_APART}({_OPTIONS})=('[^']*'|[\w.+-]+)", r"--\1 \2"),
+    (rf"{_APART}({_OPTIONS})=(?!\S)", r"--\1"),
+    (rf"{_APART}(segment_bytes|segment_rows)(?![\w'\"=])", r"--\1"),
+)
+"""Pairs of a pattern in the library's sentences and its replacement for a shell."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +71,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(f"the output: {error.strerror}")
         return WRONG
     return code
+
+
+def of_shell(sentence: str, known: Collection[str] | None = None) -> str:
+    """Return a sentence of the library with options for arguments, and commands for methods.
+
+    Args:
+        known: options and arguments of the command, such as "--capacity" and "CACHE". Only these become
+            options. None: all.
+    """
+
+    def option(found: re.Match[str]) -> str:
+        name = "column" if found[1] == "columns" else found[1].replace("_", "-")
+        if known is None or f"--{name}" in known:
+            return f"--{name}"
+        return name.upper() if name.upper() in known else name.replace("-", " ")
+
+    for python, shell in _SHELL:
+        sentence = re.sub(python, shell, sentence)
+    return re.sub(rf"--({_OPTIONS})\b", option, sentence)
 
 
 def complain(sentence: str) -> None:

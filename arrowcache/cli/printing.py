@@ -23,7 +23,7 @@ from rich.text import Text
 from arrowcache.display import printable
 
 _SHOWN_ELEMENTS = 6
-_LEAST_CELL = 12  # characters that a longer cell can be broken into, and still be read
+_MIN_CELL = 12  # characters that a longer cell can be broken into, and still be read
 
 
 def write(text: str) -> None:
@@ -65,7 +65,7 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def _fits(table: Sequence[Sequence[str]], width: int) -> bool:
     """Tell if a table, its head first, can still be read where it is drawn so many characters wide."""
-    widths = [min(_LEAST_CELL, max(map(len, column))) for column in zip(*table, strict=True)]
+    widths = [min(_MIN_CELL, max(map(len, column))) for column in zip(*table, strict=True)]
     return sum(widths) + 3 * len(widths) + 1 <= width  # as rich draws a table
 
 

@@ -1,20 +1,18 @@
 """Explore: look into a cache, or into the cache at a path, while others write and read it.
 
-    frames.py       head, sample, rows, to_pandas, to_polars: rows as DataFrames, and shown.py: with pictures
+    frames.py       head, sample, rows, to_pandas, to_polars: rows as DataFrames, shown with pictures
     query.py        sql: DuckDB over the mapped files
     summary.py      describe: what each column holds
-    compare.py      duplicates, drift: rows with rows, the oldest with the newest
-    neighbours.py   similar, map_of: rows that are like others
+    compare.py      duplicates, similar, map_of: rows with rows; drift: the oldest with the newest
     exchange.py     export_parquet, import_parquet
-    walk.py, numbers.py, distribution.py    what these have in common
-    pictures.py     picture: a value, drawn small; drawing.py is how
-    galleries.py    gallery: many of them, by the values of another column
-    observation.py  observe: what one sees of a cache from outside; history.py: rates of many such looks
+    columns.py      segments one after another, numbers of columns, notes: what these have in common
+    pictures.py     picture, gallery: a value, drawn small; many of them, by the values of another column
+    observation.py  observe: what one sees of a cache from outside; rates of many such looks
     plots.py        plot_...: growth, values, maps
-    widget.py       monitor: live, in a notebook; board.py: what it shows
-    explorer.py     open: charts to brush, the rows behind them, and large.py: each row large
+    live_view.py    watch: live, in a terminal
+    widget.py       monitor: live, in a notebook
+    explorer.py     open: charts to brush, the rows behind them, each row large
     serving.py      the explorer in a browser without Jupyter
-    terminal.py     watch: live, in a terminal
 
 Looking never disturbs: segments are leased only while they are read, and what a function returns is a copy.
 The names below are imported when they are first used, so that importing this package costs next to nothing.
@@ -29,18 +27,16 @@ from typing import TYPE_CHECKING
 from arrowcache.os_errors import importing
 
 if TYPE_CHECKING:
-    from arrowcache.explore.compare import drift, duplicates
+    from arrowcache.explore.compare import drift, duplicates, map_of, similar
     from arrowcache.explore.exchange import export_parquet, import_parquet
     from arrowcache.explore.explorer import open  # noqa: A004  # explore.open, as one says it
     from arrowcache.explore.frames import head, rows, sample, to_pandas, to_polars
-    from arrowcache.explore.galleries import gallery
-    from arrowcache.explore.neighbours import map_of, similar
+    from arrowcache.explore.live_view import watch
     from arrowcache.explore.observation import Observation, observe
-    from arrowcache.explore.pictures import picture
+    from arrowcache.explore.pictures import gallery, picture
     from arrowcache.explore.plots import plot_growth, plot_map, plot_values
     from arrowcache.explore.query import sql
     from arrowcache.explore.summary import describe
-    from arrowcache.explore.terminal import watch
     from arrowcache.explore.widget import monitor
 
 __all__ = [
@@ -88,16 +84,12 @@ def _home_of(name: str) -> ModuleType:
             from arrowcache.explore import query as home
         case "describe":
             from arrowcache.explore import summary as home
-        case "duplicates" | "drift":
+        case "duplicates" | "drift" | "similar" | "map_of":
             from arrowcache.explore import compare as home
-        case "similar" | "map_of":
-            from arrowcache.explore import neighbours as home
         case "export_parquet" | "import_parquet":
             from arrowcache.explore import exchange as home
-        case "picture":
+        case "picture" | "gallery":
             from arrowcache.explore import pictures as home
-        case "gallery":
-            from arrowcache.explore import galleries as home
         case "observe" | "Observation":
             from arrowcache.explore import observation as home
         case "open":
@@ -105,7 +97,7 @@ def _home_of(name: str) -> ModuleType:
         case "monitor":
             from arrowcache.explore import widget as home
         case "watch":
-            from arrowcache.explore import terminal as home
+            from arrowcache.explore import live_view as home
         case _:
             from arrowcache.explore import plots as home
     return home

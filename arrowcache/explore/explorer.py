@@ -2,8 +2,9 @@
 
 mosaic-widget draws the charts and sends SQL for what they count. It runs whatever SQL the browser sends, on a
 copy of the scalars with the rows' ids, in a database that reaches no file and whose configuration is locked.
-The browser asks for everything, for new rows each few seconds as well: there is no thread here, and
-nothing is leased but while rows are copied.
+The browser asks for everything, for new rows each few seconds as well. There is no thread here, but a kernel
+handles messages in a thread and runs cells in another: each call holds the explorer's lock while it uses the
+connection, which refuses two at once. Nothing is leased but while rows are copied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import itertools
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -25,10 +27,9 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, String, Tensor, Timestamp
 from arrowcache.cache import Cache
 from arrowcache.errors import ArrowCacheError, sentence_of
-from arrowcache.explore.frames import rows
-from arrowcache.explore.large import large, slice_html
+from arrowcache.explore.frames import RowsFrame, rows
+from arrowcache.explore.pictures import large, slice_html
 from arrowcache.explore.query import FILES, TABLE, column_in_sql, connect, create_view
-from arrowcache.explore.shown import Rows
 from arrowcache.os_errors import explaining
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
@@ -38,13 +39,13 @@ from arrowcache.units import format_count
 
 _PAGE_ROWS = 8
 _RATES = ("sample_rate", "sampling_rate", "rate")  # columns that tell at which rate a signal is heard
-_MOST_BARS = 24  # different values that a column with a bar for each may have
-_MOST_COUNTED = 100_000  # rows in which the different texts are counted, to see whether they are few
-_MOST_CUBES = 64  # tables that mosaic has made for the next moves of a brush
+_MAX_BARS = 24  # different values that a column with a bar for each may have
+_MAX_COUNTED = 100_000  # rows in which the different texts are counted, to see whether they are few
+_MAX_CUBES = 64  # tables that mosaic has made for the next moves of a brush
 _CUBES = "mosaic"  # their schema, which mosaic makes
 _NEW = "_new"
 _QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*\""""  # texts and names in SQL
-_MOST_EXACT = 2**53  # of the whole numbers of JavaScript
+_MAX_EXACT = 2**53  # of the whole numbers of JavaScript
 
 
 def open(cache: Cache | str | os.PathLike[str]) -> Explorer:  # noqa: A001  # explore.open, as one says it
@@ -84,10 +85,11 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     _mark: IO[bytes] | None = None  # a file of the cache, open: no other cache can get its identity
 
     def __init__(self, cache: Cache) -> None:
+        self._lock = threading.RLock()  # of the connection, and of what is brushed
         self._begin(cache)
         self._version = 0  # of the copy
         self._predicate, self._first = "", 0
-        self._row: Rows | None = None  # the one that is shown large
+        self._row: RowsFrame | None = None  # the one that is shown large
         self._answers = itertools.count()  # what is asked for again is sent again
         connection = connect()
         connection.execute("set preserve_insertion_order = false; set lock_configuration = true")
@@ -118,8 +120,12 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The rows that are brushed, all where none is: (n, 2), `_seq` and `_row` of each."""
-        return row_ids(self.con.execute(self._ids).fetchnumpy())
+        """The rows that are brushed, all where none is: (n, 2), `_seq` and `_row` of each.
+
+        Blocks: while another thread's query is at work.
+        """
+        with self._lock:
+            return row_ids(self.con.execute(self._ids).fetchnumpy())
 
     @property
     def _brushed(self) -> str:
@@ -151,13 +157,14 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     # -- what the browser asks for -----------------------------------------------------------------
 
     def _handle_custom_msg(self, content: dict[str, Any], buffers: list[Any]) -> None:
-        if "do" not in content:
-            super()._handle_custom_msg(content, buffers)
-            return
-        try:
-            self._do(**content)
-        except (ArrowCacheError, OSError, ValueError, IndexError, duckdb.Error) as error:
-            self._tell(error=sentence_of(error))
+        with self._lock:
+            if "do" not in content:
+                super()._handle_custom_msg(content, buffers)
+                return
+            try:
+                self._do(**content)
+            except (ArrowCacheError, OSError, ValueError, IndexError, duckdb.Error) as error:
+                self._tell(error=sentence_of(error))
 
     def _do(
         self, do: str, one: list[int] | None = None, text: str = "", where: str | None = None, at: int = 0
@@ -239,7 +246,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
             self.con.execute(f"delete from {TABLE} where _seq in ({', '.join(map(str, gone))})")
         was_empty, self._seqs = not self._seqs, seen
         (cubes,) = self._one(f"select count(*) from duckdb_tables() where schema_name = '{_CUBES}'")
-        if not self._is_new and not gone and not new and cubes <= _MOST_CUBES:
+        if not self._is_new and not gone and not new and cubes <= _MAX_CUBES:
             return False
         self.con.execute(f"drop schema if exists {_CUBES} cascade")  # they count what was there before
         self._version += 1
@@ -285,8 +292,8 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         column = column_in_sql(self._schema, name)
         if not isinstance(self._schema[name], String):
             return not column.startswith('"$')  # which mosaic takes for a parameter
-        some = f"(select {column} as x from {_NEW} limit {_MOST_COUNTED})"
-        return bool(self._one(f"select count(distinct x) from {some}")[0] <= _MOST_BARS)
+        some = f"(select {column} as x from {_NEW} limit {_MAX_COUNTED})"
+        return bool(self._one(f"select count(distinct x) from {some}")[0] <= _MAX_BARS)
 
     def _spec(self) -> dict[str, Any]:
         """The charts that fit the copy. A column that had many values once has no bar for each again."""
@@ -297,8 +304,8 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
         largest = [f"max(abs({column}))" if _is_long(kind) else "0" for column, kind in pairs]
         found = self._one(f"select {', '.join([*counts, *largest, 'count(*)'])} from {TABLE}")
         sizes, most = found[: len(columns)], found[len(columns) : -1]
-        self._many.update(column for column, size in zip(columns, sizes, strict=True) if size > _MOST_BARS)
-        self._rounded = [column for column, x in zip(columns, most, strict=True) if (x or 0) > _MOST_EXACT]
+        self._many.update(column for column, size in zip(columns, sizes, strict=True) if size > _MAX_BARS)
+        self._rounded = [column for column, x in zip(columns, most, strict=True) if (x or 0) > _MAX_EXACT]
         charts: list[dict[str, Any]] = []
         for (column, kind), size in zip(pairs, sizes, strict=True):
             bars = size if column not in self._many else None

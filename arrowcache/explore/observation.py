@@ -1,32 +1,41 @@
-"""Observation: what one sees of a cache at one moment from outside, whichever processes use it.
+"""Observation: what one sees of a cache from outside, whoever uses it, and rates between two such looks.
 
 The folder says what is published, the kernel's locks who leases and who waits, /proc which processes those
-are, and their pages how loaders (storage/counters.py) and samplers (storage/progress.py) do. Nothing is
+are, and their counters (storage/counters.py) what loaders and samplers do. Nothing is
 leased, and nobody has to cooperate: cache.lock is held for as long as a listing takes. Processes of other
 users hold leases that are counted, but not named; their loaders and samplers are not seen.
+
+A `History` is pure: observations in, rates out. It keeps a bounded number of numbers.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowcache.explore.walk import AnyCache
+from arrowcache.explore.columns import AnyCache
+from arrowcache.proc import OpenFile, command, open_files, started
 from arrowcache.reading.stats import STAGES, bottleneck_of
-from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS
-from arrowcache.storage.counters import COUNTERS, Readout, parse_counters
+from arrowcache.storage.counters import (
+    LOADER_LINK,
+    NO_READS,
+    SAMPLER_LINK,
+    LoaderCounts,
+    ReadCounts,
+    SamplerState,
+    seen_loaders,
+    seen_samplers,
+)
 from arrowcache.storage.layout import WAIT, SegmentInfo
-from arrowcache.storage.locks import Holder, file_identity, flock_holders, range_holders
+from arrowcache.storage.locks import LOCK_TIMEOUT_SECONDS, Holder, file_identity, flock_holders, range_holders
 from arrowcache.storage.overview import CacheStats
-from arrowcache.storage.page import seen_pages
-from arrowcache.storage.proc import OpenFile, command, open_files, started
-from arrowcache.storage.progress import NO_READS, PROGRESS, SeenReads, State, seen_samplers
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
+_MAX_MOMENTS = 3600
 FIRST_SEEN, PROCESS_START = "first seen", "process start"
 UNSEEN = "an unseen process"
 
@@ -105,7 +114,7 @@ class SamplerAtWork:
     last_row_seconds: float | None
     is_waiting: bool
     skipped: int = 0
-    reads: SeenReads = NO_READS
+    reads: ReadCounts = NO_READS
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,7 @@ def observe(
     identity = file_identity(os.stat(store.folder.path))
     survey = store.survey(lock_timeout)
     now, clock = time.time(), time.monotonic()
-    mine = {store.folder.lease_lock.name, *(kind.link.rpartition("/")[2] for kind in (COUNTERS, PROGRESS))}
+    mine = {store.folder.lease_lock.name, *(link.rpartition("/")[2] for link in (LOADER_LINK, SAMPLER_LINK))}
     files = [file for file in open_files() if file.link.rpartition("/")[2] in mine]
     holders = range_holders(store.folder.lease_lock, files)
     still_leased = store.leased(survey.segments)
@@ -167,11 +176,7 @@ def observe(
         segments=tuple(survey.segments),
         leases=tuple(sorted(leases, key=lambda lease: (lease.first_seq, lease.last_seq, lease.pid or 0))),
         waiting=_waiting(store, survey.segments, holders),
-        loaders=tuple(
-            _loader(page.key, page.pid, shown)
-            for page in seen_pages(COUNTERS, identity, files)
-            if (shown := parse_counters(page.data, time.perf_counter())) is not None
-        ),
+        loaders=tuple(map(_loader, seen_loaders(store.folder.path, files))),
         samplers=_samplers(files, store.folder.path),
     )
 
@@ -239,34 +244,140 @@ def _samplers(files: Sequence[OpenFile], folder: Path) -> tuple[SamplerAtWork, .
             rows=seen.rows,
             full_rows=seen.full_rows,
             last_row_seconds=None if seen.last_row is None else max(0.0, now - seen.last_row),
-            is_waiting=seen.state == State.WAITS,
+            is_waiting=seen.state == SamplerState.WAITS,
             skipped=seen.skipped,
             reads=seen.reads,
         )
         for seen in seen_samplers(folder, files)
-        if seen.state != State.IDLE
+        if seen.state != SamplerState.IDLE
     )
 
 
-def _loader(key: int, pid: int, shown: Readout) -> SeenLoader:
-    seconds, stall_seconds = shown.took["seconds"], shown.took["stall"]
-    stages = {name: shown.took[name] for name in STAGES}
-    stalls = shown.stalls + shown.waits
+def _loader(seen: LoaderCounts) -> SeenLoader:
+    seconds, stall_seconds = seen.took["seconds"], seen.took["stall"]
+    stages = {name: seen.took[name] for name in STAGES}
+    stalls = seen.stalls + seen.waits
     return SeenLoader(
-        key=key,
-        pid=pid,
-        command=command(pid),
-        workers=shown.workers,
-        shuffle=shown.shuffle,
-        epochs=shown.epochs,
-        batches=shown.batches,
-        rows=shown.rows,
-        bytes=shown.bytes,
+        key=seen.key,
+        pid=seen.pid,
+        command=command(seen.pid),
+        workers=seen.workers,
+        shuffle=seen.shuffle,
+        epochs=seen.epochs,
+        batches=seen.batches,
+        rows=seen.rows,
+        bytes=seen.bytes,
         seconds=seconds,
         stall_seconds=stall_seconds,
-        stalls=shown.stalls,
-        is_waiting=shown.waits > 0,
-        bottleneck=bottleneck_of(shown.batches, stalls, seconds, stall_seconds, stages),
-        bytes_per_second=shown.bytes / seconds if seconds else 0.0,
+        stalls=seen.stalls,
+        is_waiting=seen.waits > 0,
+        bottleneck=bottleneck_of(seen.batches, stalls, seconds, stall_seconds, stages),
+        bytes_per_second=seen.bytes / seconds if seconds else 0.0,
         stage_seconds=stages,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRate:
+    """What a loader did between two observations.
+
+    `stall_share`, 0 to 1, is how much of that time its consumer waited; `bottleneck` what held it up.
+    """
+
+    key: int
+    bytes_per_second: float
+    stall_share: float
+    bottleneck: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An observation, in numbers; `published_bytes` and `evicted_bytes` count since the one before.
+
+    The cache counts the rows that come and go; each is taken to have as many bytes as those that are there
+    have on average.
+    """
+
+    time: float
+    seconds: float
+    stats: CacheStats
+    published_bytes: float
+    evicted_bytes: float
+    loaders: tuple[LoaderRate, ...]
+
+    @property
+    def published_bytes_per_second(self) -> float:
+        return self.published_bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def evicted_bytes_per_second(self) -> float:
+        return self.evicted_bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def delivered_bytes_per_second(self) -> float:
+        """Of all loaders together."""
+        return sum(loader.bytes_per_second for loader in self.loaders)
+
+
+class History:
+    """Observations of one cache, with what happened between them. Another cache begins it anew.
+
+    Args:
+        limit: moments that are kept; the oldest go.
+    """
+
+    def __init__(self, limit: int = _MAX_MOMENTS) -> None:
+        self._limit = limit
+        self.moments: tuple[Moment, ...] = ()  # replaced as a whole: another thread may read them meanwhile
+        self.last: Observation | None = None
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def __iter__(self) -> Iterator[Moment]:
+        return iter(self.moments)
+
+    def add(self, observation: Observation) -> Moment:
+        """Take in the next observation; returns what happened since the last one."""
+        before = self.last
+        if before is not None and (
+            before.cache != observation.cache or observation.stats.next_seq < before.stats.next_seq
+        ):  # another cache took the place of one, perhaps in a folder of the same identity
+            self.moments, before = (), None
+        self.last = observation
+        moment = _moment(before or observation, observation)
+        self.moments = (*self.moments, moment)[-self._limit :]
+        return moment
+
+
+def _moment(before: Observation, now: Observation) -> Moment:
+    stats = now.stats if now.stats.rows else before.stats
+    row_bytes = stats.published_bytes / max(1, stats.rows)
+    seconds, earlier = now.clock - before.clock, {loader.key: loader for loader in before.loaders}
+    loaders = () if before is now else now.loaders
+    return Moment(
+        time=now.time,
+        seconds=seconds,
+        stats=now.stats,
+        published_bytes=max(0, now.stats.inserted_rows - before.stats.inserted_rows) * row_bytes,
+        evicted_bytes=max(0, now.stats.evicted_rows - before.stats.evicted_rows) * row_bytes,
+        loaders=tuple(_loader_rate(earlier.get(loader.key), loader, seconds) for loader in loaders),
+    )
+
+
+def _loader_rate(before: SeenLoader | None, now: SeenLoader, seconds: float) -> LoaderRate:
+    """Since the last look, or since it was made, which was later."""
+
+    def more(name: str) -> float:
+        return float(max(0, getattr(now, name) - getattr(before, name, 0)))
+
+    earlier = {} if before is None else before.stage_seconds
+    stages = {name: max(0.0, now.stage_seconds[name] - earlier.get(name, 0.0)) for name in STAGES}
+    stalls, stalled = int(more("stalls")) + now.is_waiting, more("stall_seconds")
+    inside = more("seconds")  # an epoch
+    return LoaderRate(
+        key=now.key,
+        bytes_per_second=more("bytes") / seconds if seconds else 0.0,
+        stall_share=min(1.0, stalled / seconds) if seconds else 0.0,
+        bottleneck=bottleneck_of(now.batches, stalls, inside, stalled, stages) if inside else "none",
     )

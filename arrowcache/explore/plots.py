@@ -18,12 +18,9 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
-from arrowcache.explore.drawing import label
-from arrowcache.explore.history import History, Moment
-from arrowcache.explore.noted import select
-from arrowcache.explore.numbers import require_column
-from arrowcache.explore.summary import Summary
-from arrowcache.explore.walk import AnyCache
+from arrowcache.display import printable
+from arrowcache.explore.columns import AnyCache, draw, require_column, select
+from arrowcache.explore.observation import History
 from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
@@ -32,7 +29,7 @@ from arrowcache.storage.store import Store
 from arrowcache.units import parse_count
 
 _MIB = 1 << 20
-_MOST_COLORS = 20  # of plot_map: different values with a color each
+_MAX_COLORS = 20  # of plot_map: different values with a color each
 _FARTHEST = 1e300  # what can be drawn: twice as far is a number, too
 
 
@@ -43,7 +40,9 @@ def plot_growth(cache: AnyCache, history: History | None = None, *, ax: Axes | N
     were evicted since it began.
     """
     survey = store_of(cache).survey()
-    moments = () if history is None else _of_history(history)
+    if history is not None and not isinstance(history, History):
+        raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
+    moments = () if history is None else history.moments  # the history may go on meanwhile
     ax = _axes(ax, "Growth and eviction", "MiB")
     if moments:
         when = _dates([moment.time for moment in moments])
@@ -56,7 +55,11 @@ def plot_growth(cache: AnyCache, history: History | None = None, *, ax: Axes | N
         ax.step(when, np.cumsum(sizes) / _MIB, where="post", label="segments in the cache")
     ax.axhline(survey.stats.capacity_bytes / _MIB, color="0.5", linestyle="--", label="capacity")
     ax.set_ylim(bottom=0)
-    return _over_time(ax)
+    locator = AutoDateLocator()  # type: ignore[no-untyped-call]  # matplotlib has not typed its dates
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]  # as above
+    ax.legend()
+    return ax
 
 
 def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None = None) -> Axes:
@@ -83,7 +86,7 @@ def plot_values(cache: AnyCache, column: str, bins: int = 50, *, ax: Axes | None
     sizes = [len(some) for some in values.values()]
     cells: Any = [np.arange(len(sizes) + 1) - 0.5, bins]
     places, shares = (np.repeat(each, sizes) for each in (np.arange(len(sizes)), 1 / np.array(sizes)))
-    ax = _axes(ax, f"Values of {label(column)} by segment", label(column))
+    ax = _axes(ax, f"Values of {_label(column)} by segment", _label(column))
     *_, mesh = ax.hist2d(places, np.concatenate([*values.values()]), cells, weights=shares)
     seqs = list(values)
     ticks = np.unique(np.linspace(0, len(seqs) - 1, min(len(seqs), 8)).round().astype(int))
@@ -98,10 +101,10 @@ def plot_map(places: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     if not isinstance(places, pd.DataFrame) or "explained" not in places.attrs:
         raise TypeError(f"expected what map_of(cache, column) gives, got {type(places).__name__}")
     by, shares = places.attrs["by"], (*places.attrs["explained"], 0.0)
-    ax = _axes(ax, f"Rows by their {label(places.attrs['column'])}", "")
+    ax = _axes(ax, f"Rows by their {_label(places.attrs['column'])}", "")
     colors: dict[str, Any] = {}
     if by is not None:
-        is_number = pd.api.types.is_float_dtype(places[by]) or places[by].nunique() > _MOST_COLORS
+        is_number = pd.api.types.is_float_dtype(places[by]) or places[by].nunique() > _MAX_COLORS
         colors = {"c": by, "colormap": "viridis" if is_number else "tab10"}
         places = places if is_number else places.astype({by: "category"})
     pd.DataFrame(places).plot.scatter("x", "y", ax=ax, s=8, alpha=0.7, linewidths=0, **colors)
@@ -116,14 +119,18 @@ def _has_numbers(kind: FieldType) -> bool:
 
 def _values(store: Store, segment: SegmentInfo, name: str, kind: FieldType) -> NDArray[np.float64]:
     """Some finite values of a segment, timestamps as seconds since 1970; none if it is gone."""
-    summary = Summary(kind)
+    found, rng = np.empty(0), np.random.default_rng(0)
     with Snapshot.take(store, lambda other: other.seq == segment.seq) as snapshot:
         for batch in snapshot.record_batches([name]):
-            summary.draw(batch.column(0), np.random.default_rng(0), Limits.current.plotted_values)
+            found = draw(batch.column(0), kind, rng, Limits.current.plotted_values)
             del batch
-    found: NDArray[np.float64] = np.concatenate([np.empty(0), *summary.drawn])
     found = found[np.isfinite(found)] / (1e6 if isinstance(kind, Timestamp) else 1)
     return np.clip(found, -_FARTHEST, _FARTHEST)
+
+
+def _label(text: str) -> str:
+    """Text in which matplotlib finds no formula, and no character that cannot be drawn."""
+    return printable(text).replace("$", r"\$")
 
 
 def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:
@@ -134,27 +141,7 @@ def _axes(ax: Axes | None, title: str, ylabel: str) -> Axes:
     return ax
 
 
-def _over_time(ax: Axes) -> Axes:
-    locator = AutoDateLocator()  # type: ignore[no-untyped-call]  # matplotlib has not typed its dates
-    ax.xaxis.set_major_locator(locator)
-    ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]  # as above
-    return _with_legend(ax)
-
-
-def _with_legend(ax: Axes) -> Axes:
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend()
-    return ax
-
-
 def _dates(times: Sequence[float]) -> NDArray[np.datetime64]:
     """In the time zone of this machine, as a clock on its wall shows."""
     moments = pd.to_datetime(np.array(times, float), unit="s", utc=True)
     return np.asarray(moments.tz_convert(dt.datetime.now().astimezone().tzinfo).tz_localize(None))
-
-
-def _of_history(history: History) -> tuple[Moment, ...]:
-    """Those of a history, which may go on meanwhile."""
-    if not isinstance(history, History):
-        raise TypeError(f"expected a History, such as monitor(cache).history, got {history!r}")
-    return history.moments

@@ -22,10 +22,16 @@ import pandas as pd
 import pyarrow as pa
 
 from arrowcache.arrow.schema import RESERVED_NAMES, FieldType, Ragged, Schema, Tensor, Timestamp
-from arrowcache.explore.noted import Noted
-from arrowcache.explore.numbers import elements, has_axes, nested
-from arrowcache.explore.shown import Rows
-from arrowcache.explore.walk import AnyCache, buffers_of, keeps_nothing
+from arrowcache.explore.columns import (
+    AnyCache,
+    NotedRows,
+    buffers_of,
+    elements,
+    has_axes,
+    keeps_nothing,
+    nested,
+)
+from arrowcache.explore.frames import RowsFrame
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.mapping import will_need, will_read_on
 from arrowcache.storage.recovery import store_of
@@ -57,7 +63,7 @@ _OF_ELEMENTS = {
 _MEANT = {"avg": "t_mean", "mean": "t_mean", "min": "t_min", "max": "t_max"}
 _MEANT |= dict.fromkeys(("std", "stddev", "stddev_pop", "stddev_samp"), "t_std")
 _FOR_NUMBERS = {*_MEANT, "sum", "median", "mode", "abs", "sqrt", *_OF_ELEMENTS}
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 _SMALL_BYTES = 4 << 20
 _INTERRUPT_SECONDS = 0.05
 R = TypeVar("R")
@@ -105,7 +111,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
         asked = _Asked(connection, query)
         asked.require_numbers(dict(zip(names, schema.values(), strict=True)))
         with Snapshot.take(store) as snapshot:
-            noted = Noted(store, snapshot)
+            noted = NotedRows(store, snapshot)
             shown = [
                 name for name in noted.kinds if (asked.names_all and name in noted.names) or asked.names(name)
             ]
@@ -131,7 +137,7 @@ def sql(cache: AnyCache, query: str) -> pd.DataFrame:
                 if (match := re.search(r"((?:\[\d+\])+)\[\d*\]$", str(kind)))
             }
             found = dict(zip(result.columns, map(str, result.types), strict=True))
-            frame = Rows(interruptible(connection, result.df))
+            frame = RowsFrame(interruptible(connection, result.df))
         except duckdb.Error as error:
             raise ValueError(_sentence(str(error), [*ID_COLUMNS, *names, *noted.kinds])) from None
     for name, shape in shapes.items():
@@ -424,5 +430,5 @@ def _sentence(message: str, columns: Sequence[str]) -> str:
     )
     if re.search(r"'[^']+\([^']*\]", what):  # a function of a nested type
         hint += f"; of the elements of a tensor there are {', '.join(_OF_ELEMENTS)}"
-    shown = [*columns[:_MOST_NAMED], *["..."] * (len(columns) > _MOST_NAMED)]
+    shown = [*columns[:_MAX_NAMED], *["..."] * (len(columns) > _MAX_NAMED)]
     return f"the query failed: {what}{hint} (the table {TABLE} has the columns {', '.join(shown)})"

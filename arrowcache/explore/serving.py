@@ -46,7 +46,7 @@ _HEADERS = {
 _USED = "This address was used already, or is another's: open the one that the terminal shows, or start anew."
 _CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
-_MOST_ASKED_BYTES = 16 << 20
+_MAX_ASKED_BYTES = 16 << 20
 _NICENESS = 10  # whoever samples or trains on this machine goes first
 
 
@@ -154,7 +154,7 @@ class _Answer(BaseHTTPRequestHandler):
         size = 0
         with contextlib.suppress(ValueError):
             size = int(self.headers.get("Content-Length", 0))
-        if self._is_known() and "Origin" in self.headers and 0 < size <= _MOST_ASKED_BYTES:
+        if self._is_known() and "Origin" in self.headers and 0 < size <= _MAX_ASKED_BYTES:
             answer = self.server.answer(json.loads(self.rfile.read(size)))
             self._write(200, "application/octet-stream", answer)
         else:

@@ -1,11 +1,23 @@
-"""Summary: what each column of a cache holds, in numbers. One pass, in bounded memory."""
+"""Summary: what each column of a cache holds, in numbers. One pass, in bounded memory.
+
+A `Distribution` is count, extremes, mean, variance and histogram of numbers that come in pieces, to stay in
+the processor's cache. Two distributions merge into that of both, in any order: Chan, Golub and LeVeque,
+"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", Stanford STAN-CS-79-773 (1979).
+
+The histogram's range need not be known before: its cells are [k * w, (k + 1) * w) with w a power of two, and
+where they become too many, w doubles, which makes two cells one. So each count is exact, and the cells of two
+distributions fit onto each other.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -14,23 +26,183 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.arrow.notation import type_name
-from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp
-from arrowcache.explore.distribution import Distribution, Histogram, distribution
-from arrowcache.explore.noted import select
-from arrowcache.explore.numbers import floats, lengths, numbers, real
-from arrowcache.explore.walk import AnyCache, keeps_nothing, walk
+from arrowcache.arrow.schema import Binary, FieldType, Ragged, String, Tensor, Timestamp, type_name
+from arrowcache.display import bars
+from arrowcache.explore.columns import (
+    AnyCache,
+    draw,
+    keeps_nothing,
+    lengths,
+    numbers,
+    real,
+    select,
+    walk,
+)
 from arrowcache.limits import Limits
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import RowId
 from arrowcache.units import parse_count
 
+if TYPE_CHECKING:
+    from typing import Self
+
+
+_PIECE = 1 << 18  # numbers
+_CELLS = 128
+_DIGITS = 50  # cells are never so narrow that float64 cannot number them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Histogram:
+    """Counts between edges: counts[i] numbers are in [edges[i], edges[i + 1]). Prints as bars.
+
+    `edges` are float64, or datetime64[us] for timestamps; one more than there are counts.
+    """
+
+    counts: NDArray[np.int64]
+    edges: NDArray[Any]
+
+    def __str__(self) -> str:
+        return bars(self.counts.tolist())
+
+    __repr__ = __str__
+
+
+class Distribution:
+    """Count, extremes, mean, deviation and histogram of numbers. Empty at first; `merge` adds others.
+
+    `count` counts all numbers, `nans` those that are NaN. `low` and `high` are exact, and None of no number.
+    `low_at` is the place of the first lowest number among all, and `high_at` that of the first highest.
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.nans = 0
+        self.low: float | int | None = None
+        self.high: float | int | None = None
+        self.low_at = self.high_at = 0
+        self._infinite = 0.0  # the sum of those that are
+        self._mean = self._squares = 0.0  # of the finite ones; squares of differences from the mean
+        self._cells = Counter[int]()  # cell -> finite numbers in [cell, cell + 1) * 2**exponent
+        self._exponent = -1000
+
+    @property
+    def nan_share(self) -> float:
+        """The share that is NaN, 0 to 1; NaN of none."""
+        return self.nans / self.count if self.count else math.nan
+
+    @property
+    def mean(self) -> float:
+        """Of all that are a number; NaN of none."""
+        return self._infinite or (self._mean if self._cells else math.nan)
+
+    @property
+    def std(self) -> float:
+        """The population's standard deviation, of all numbers; NaN of none, or if one is infinite."""
+        if not self._cells or self._infinite:
+            return math.nan
+        return math.sqrt(max(0.0, self._squares) / self._cells.total())
+
+    def histogram(self, bins: int) -> Histogram:
+        """The finite numbers in at most `bins` bins of equal width, 1 to 64; integers' is an integer."""
+        if not self._cells:
+            return Histogram(np.zeros(0, np.int64), np.zeros(1))
+        first, used = min(self._cells), max(self._cells) - min(self._cells) + 1
+        together = -(-used // bins)
+        counts = np.zeros(-(-used // together), np.int64)
+        for cell, count in self._cells.items():
+            counts[(cell - first) // together] += count
+        edges = [math.ldexp(float(first + i * together), self._exponent) for i in range(len(counts) + 1)]
+        return Histogram(counts, np.array(edges))
+
+    def merge(self, other: Distribution) -> Self:
+        """Take in another distribution, of numbers that come after; it is not changed."""
+        if other.low is not None and (self.low is None or other.low < self.low):
+            self.low, self.low_at = other.low, self.count + other.low_at
+        if other.high is not None and (self.high is None or other.high > self.high):
+            self.high, self.high_at = other.high, self.count + other.high_at
+        self.count += other.count
+        self.nans += other.nans
+        self._infinite += other._infinite
+        if other._cells:
+            before, more = self._cells.total(), other._cells.total()
+            difference, share = other._mean - self._mean, more / (before + more)
+            self._squares += other._squares + difference * difference * (before * share)
+            self._mean += difference * share
+            exponent = max(self._exponent, other._exponent)
+            cells = _wider(self._cells, exponent - self._exponent)
+            cells.update(_wider(other._cells, exponent - other._exponent))
+            while max(cells) - min(cells) >= _CELLS:
+                cells, exponent = _wider(cells, 1), exponent + 1
+            self._cells, self._exponent = cells, exponent
+        return self
+
+
+def _wider(cells: Counter[int], doublings: int) -> Counter[int]:
+    if not doublings:
+        return cells
+    found = Counter[int]()
+    for cell, count in cells.items():
+        found[cell >> doublings] += count
+    return found
+
+
+@np.errstate(all="ignore")  # NaN, infinity and overflow are data here
+def distribution(numbers: NDArray[Any]) -> Distribution:
+    """Return the distribution of a 1-D array of real numbers, not bool. NaT counts as NaN."""
+    found = Distribution()
+    scratch = np.empty((2, min(_PIECE, len(numbers))))  # once: allocating takes longer than computing
+    for start in range(0, len(numbers), _PIECE):
+        found.merge(_distribution(numbers[start : start + _PIECE], scratch))
+    return found
+
+
+def _distribution(piece: NDArray[Any], scratch: NDArray[np.float64]) -> Distribution:
+    found, numbers, kept = Distribution(), piece, np.arange(0)
+    found.count = len(piece)
+    if (first := piece[piece.argmin()]) != first:  # NaN, or NaT, if there is one
+        kept = np.flatnonzero(piece == piece)
+        numbers, found.nans = piece[kept], len(piece) - len(kept)
+    if not len(numbers):
+        return found
+    numbers = numbers.view(np.int64) if numbers.dtype.kind == "M" else numbers
+    places = [int(numbers.argmin()), int(numbers.argmax())]
+    low, high = numbers[places]
+    found.low, found.high = low.item(), high.item()
+    found.low_at, found.high_at = kept[places].tolist() if found.nans else places
+    if not (np.isfinite(low) and np.isfinite(high)):
+        found._infinite = float(numbers[np.isinf(numbers)].sum())
+        numbers = numbers[np.isfinite(numbers)]
+        if not len(numbers):
+            return found
+        low, high = numbers.min(), numbers.max()
+    values, off = scratch[:, : len(numbers)]
+    np.copyto(values, numbers)
+    mean = float(values.mean())
+    found._mean = mean if math.isfinite(mean) else float((values / len(values)).sum())
+    np.subtract(values, found._mean, out=off)
+    found._squares = float(np.einsum("i,i", off, off))
+    largest = max(abs(float(low)), abs(float(high)))
+    exponent = math.frexp(largest)[1] - _DIGITS if largest else 0
+    exponent = max(exponent, -1000 if numbers.dtype.kind == "f" else 0)
+    while math.floor(math.ldexp(high, -exponent)) - math.floor(math.ldexp(low, -exponent)) >= _CELLS:
+        exponent += 1
+    first = math.floor(math.ldexp(low, -exponent))
+    np.floor(np.multiply(values, math.ldexp(1.0, -exponent), out=values), out=values)  # the product is exact
+    cells = off.view(np.int64)
+    np.copyto(cells, np.subtract(values, first, out=values), casting="unsafe")
+    counts = np.bincount(cells)
+    found._cells = Counter({first + cell: int(counts[cell]) for cell in np.flatnonzero(counts).tolist()})
+    found._exponent = exponent
+    return found
+
+
 _DTYPES = {"count": "int64"}
 _DTYPES |= dict.fromkeys(("distinct", "shortest", "longest"), "Int64")
 _DTYPES |= dict.fromkeys(("min", "max", "min_row", "max_row", "histogram"), "object")  # each as it is
-_MOST_BINS = 64
-_MOST_THREADS = 4
+_MAX_BINS = 64
+_MAX_THREADS = 4
 _ROWS_A_LOOK = 1 << 16
 
 
@@ -67,7 +239,7 @@ def describe(
     store = store_of(cache)
     schema = store.settings.schema
     names = select(store, columns)
-    bins = parse_count(bins, "bins", most=_MOST_BINS)
+    bins = parse_count(bins, "bins", most=_MAX_BINS)
     with Snapshot.take(store) as snapshot:
         found = summarize(snapshot, {name: schema[name] for name in names}, "describing", progress)
     rows = [summary.row(bins) for summary in found.values()]
@@ -88,13 +260,15 @@ def summarize(
     """What a snapshot's columns hold, with some `draws` of the numbers of each. Blocks, raises: as `walk`."""
     found = {name: Summary(kind) for name, kind in kinds.items()}
     rng, rows = np.random.default_rng(0), len(snapshot)
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))  # a few: others are at work on this machine
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))  # a few: others are at work on this machine
     with ThreadPoolExecutor(threads, "arrowcache-describe") as pool:
         for segment, batch in walk(snapshot, tuple(kinds), what, progress):
             for name, summary in found.items():
                 summary.add(batch.column(name), pool, segment.seq)
                 if draws:
-                    summary.draw(batch.column(name), rng, -(-draws * segment.rows // rows))
+                    summary.drawn.append(
+                        draw(batch.column(name), kinds[name], rng, -(-draws * segment.rows // rows))
+                    )
             del batch
     return found
 
@@ -128,8 +302,8 @@ class Summary:
         self._kind = kind
         self.values = Distribution()
         self.drawn: list[NDArray[np.float64]] = []
-        self._low_id: RowId | None = None  # of the first row with the least value
-        self._high_id: RowId | None = None
+        self._low_id: str | None = None  # of the first row with the least value
+        self._high_id: str | None = None
         self._lengths = Distribution() if isinstance(kind, Ragged) else None
         is_countable = isinstance(kind, String | Binary) or (
             isinstance(kind, Tensor) and not kind.shape and kind.dtype.startswith(("bool", "int", "uint"))
@@ -138,11 +312,11 @@ class Summary:
 
     def add(self, column: pa.Array, pool: ThreadPoolExecutor, seq: int) -> None:
         before, found = self.values, distribution_of(column, self._kind, pool)
-        if not isinstance(self._kind, String | Binary):
-            if found.low is not None and (before.low is None or found.low < before.low):
-                self._low_id = RowId(seq, _row_of(found.low_at, found.count, column, self._kind))
-            if found.high is not None and (before.high is None or found.high > before.high):
-                self._high_id = RowId(seq, _row_of(found.high_at, found.count, column, self._kind))
+        if not isinstance(self._kind, String | Binary) and found.low is not None and found.high is not None:
+            if before.low is None or found.low < before.low:
+                self._low_id = str(RowId(seq, _row_of(found.low_at, found.count, column, self._kind)))
+            if before.high is None or found.high > before.high:
+                self._high_id = str(RowId(seq, _row_of(found.high_at, found.count, column, self._kind)))
         self.values.merge(found)
         if self._lengths is not None:
             assert isinstance(self._kind, Ragged)
@@ -153,13 +327,6 @@ class Summary:
                 if len(self._distinct) > Limits.current.distinct_values:
                     self._distinct = None
 
-    def draw(self, column: pa.Array, rng: np.random.Generator, count: int) -> None:
-        """Keep at most `count` of a segment's numbers, as `floats`."""
-        values = numbers(column, self._kind)
-        if len(values) > count:
-            values = values[np.sort(rng.integers(0, len(values), count))]
-        self.drawn.append(floats(values, self._kind))
-
     def _marks(self, values: pa.Array) -> Iterator[Any]:
         """What tells values apart and is small."""
         if isinstance(self._kind, Tensor):
@@ -169,24 +336,24 @@ class Summary:
                 yield xxhash.xxh3_128_digest(value.as_buffer())
 
     def row(self, bins: int) -> dict[str, Any]:
-        values = self.values
+        nothing = Distribution()
         is_text = isinstance(self._kind, String | Binary)
-        sizes = values if is_text else self._lengths
+        values, sizes = (nothing, self.values) if is_text else (self.values, self._lengths or nothing)
         row: dict[str, Any] = {
             "type": type_name(self._kind),
-            "count": values.count,
-            "nan": values.nans / values.count if values.count else np.nan,
-            "min": None if is_text else values.low,
-            "max": None if is_text else values.high,
-            "min_row": None if self._low_id is None else str(self._low_id),
-            "max_row": None if self._high_id is None else str(self._high_id),
-            "mean": np.nan if is_text else values.mean,
-            "std": np.nan if is_text else values.std,
+            "count": self.values.count,
+            "nan": self.values.nan_share,
+            "min": values.low,
+            "max": values.high,
+            "min_row": self._low_id,
+            "max_row": self._high_id,
+            "mean": values.mean,
+            "std": values.std,
             "distinct": None if self._distinct is None else len(self._distinct),
-            "shortest": None if sizes is None else sizes.low,
-            "mean_length": np.nan if sizes is None else sizes.mean,
-            "longest": None if sizes is None else sizes.high,
-            "histogram": values.histogram(bins),
+            "shortest": sizes.low,
+            "mean_length": sizes.mean,
+            "longest": sizes.high,
+            "histogram": self.values.histogram(bins),
         }
         if isinstance(self._kind, Tensor) and self._kind.dtype == "bool":
             row |= {end: None if row[end] is None else bool(row[end]) for end in ("min", "max")}

@@ -1,6 +1,6 @@
 """Widget: the live view of a cache in a notebook.
 
-A thread looks and sets the HTML of one widget to what board.py makes of it. The thread is a daemon, waits for
+A thread looks and sets the HTML of one widget to the card of a `Board`. The thread is a daemon, waits for
 nothing but its turn, and ends with `stop()`, `close()` or the kernel.
 """
 
@@ -14,9 +14,9 @@ import ipywidgets
 
 from arrowcache.display import Card
 from arrowcache.errors import sentence_of
-from arrowcache.explore.board import Board, parse_interval
-from arrowcache.explore.history import History
-from arrowcache.explore.walk import AnyCache
+from arrowcache.explore.columns import AnyCache
+from arrowcache.explore.live_view import Board, parse_interval
+from arrowcache.explore.observation import History
 from arrowcache.lifetimes import Closable
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start

@@ -1,4 +1,9 @@
-"""Loader for JAX: the batches of `arrowcache.Loader` as arrays over the same memory, or on devices."""
+"""Loader for JAX: the batches of `arrowcache.Loader` as arrays over the same memory, or on devices.
+
+Each step hands out a batch that was put on the device a step ago, and puts the one behind it there, if that
+is made by then. There is no thread. A batch counts as delivered when the consumer gets it: a state that is
+taken meanwhile has the batch ahead still to come.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from arrowcache.arguments import OF_DATALOADER
-from arrowcache.jax.ahead import AheadIterator
 from arrowcache.jax.placement import Placement
-from arrowcache.reading.assembly import Batch
-from arrowcache.reading.iterator import Batches
+from arrowcache.reading.assembly import Batch, ReadyBatch
+from arrowcache.reading.batch_source import Batches, BatchSource, EpochIterator
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.membership import Membership, membership
-from arrowcache.reading.options import LoaderArguments, takes
+from arrowcache.reading.options import LoaderArguments, RankInfo, rank_info, takes
 from arrowcache.reading.stream import BatchStream
 from arrowcache.storage.recovery import HasStore
 
@@ -83,15 +86,15 @@ class Loader(NumpyLoader):
         if self._ahead is not None and (ahead := self._ahead()) is not None:
             ahead.forget()
 
-    def _membership(self, *, begins: bool) -> Membership | None:  # noqa: ARG002  # known before, or not
+    def _rank_info(self, *, begins: bool) -> RankInfo | None:  # noqa: ARG002  # known before, or not
         options = self._options
         is_given = options.rank is not None or options.world_size is not None
         if is_given or not jax.distributed.is_initialized():
-            return options.membership
-        return membership(jax.process_index(), jax.process_count(), options.run_id)
+            return options.rank_info
+        return rank_info(jax.process_index(), jax.process_count(), options.run_id)
 
     def _world_size(self) -> int:
-        found = self._membership(begins=False)
+        found = self._rank_info(begins=False)
         return 1 if found is None else found.world_size
 
     def _require_fit(self) -> None:
@@ -120,3 +123,51 @@ class Loader(NumpyLoader):
                 "arrowcache.Loader, which passes on whatever it is"
             )
         return self._placement.put(batch, self._store.settings.schema, self._world_size())
+
+
+class AheadIterator(EpochIterator):
+    """A consumer's iterator whose next batch is on its way to the device while this one is used.
+
+    `finish` puts a batch on the device, and does not wait for it.
+    """
+
+    _taken: ReadyBatch | None = None  # the batch ahead
+    _placed: Batch | None = None  # on its device; None if that failed, so that its step tries again
+
+    def _next(self, source: BatchSource) -> Batch:
+        taken, placed = self._taken, self._placed
+        self.forget()
+        try:
+            if taken is None:
+                taken = source.next(self._timeout_seconds)
+        except BaseException as error:
+            source.close(error=type(error))
+            raise
+        try:
+            if taken is not None:
+                placed = self._finish(taken.batch) if placed is None else placed
+                self._look_ahead(source)
+        except BaseException:
+            source.close()
+            raise
+        source.deliver(taken)  # now nothing comes between it and its consumer
+        return {} if placed is None else placed
+
+    def _look_ahead(self, source: BatchSource) -> None:
+        """Take the batch behind, if it is made, and put it on the device; an error waits for its step."""
+        assert isinstance(source, BatchStream)
+        if not source.is_ready() or not source.ready:  # none, the end, or an error
+            return
+        taken = source.next(self._timeout_seconds)
+        if taken is None:  # it has ended meanwhile
+            return
+        try:
+            placed = self._finish(taken.batch)
+        except Exception:  # noqa: BLE001  # such as no memory on the device
+            self._taken = taken
+        else:
+            self._taken, self._placed = taken._replace(batch={}), placed
+
+    def forget(self) -> None:
+        """Drop the batch ahead, as when the loader is closed."""
+        self._taken = self._placed = None

@@ -18,7 +18,7 @@ import numpy as np
 from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import Schema, Tensor
-from arrowcache.reading.values import Values
+from arrowcache.reading.columns import Values
 
 
 class Placement:
@@ -105,7 +105,7 @@ def _is_numbers(column: object) -> bool:
     if isinstance(column, jax.Array):  # of a transform
         return True
     return isinstance(column, np.ndarray) and (
-        column.dtype.kind in "biufc" or column.dtype == jax.numpy.bfloat16
+        column.dtype.kind in "biufc" or bits_of(column.dtype.name) is not None
     )
 
 

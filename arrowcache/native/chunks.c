@@ -14,7 +14,7 @@ enum {
     FETCHED_BYTES = 1 << 20,   /* of a chunk that copies nothing */
     LENGTHS_A_CHUNK = 4096,
     FETCHED_ROWS = 256,        /* of values, at most */
-    LEAST_DROPPED_BYTES = 4096, /* less shares its page with rows that are asked for next */
+    MIN_DROPPED_BYTES = 4096, /* less shares its page with rows that are asked for next */
     BLOCK = 64,                /* rows that are looked up at a time */
     AHEAD = 8,                 /* rows; the misses of their first lines overlap */
     LINE = 64, LINES = 4,
@@ -298,7 +298,7 @@ static bool get(engine_job *job, reader *file, int64_t index, const engine_segme
     int error = file_read(file, segment, at, out, nbytes);
     if (error)
         note_failure(job, index, error);
-    else if (job->drops && nbytes >= LEAST_DROPPED_BYTES)
+    else if (job->drops && nbytes >= MIN_DROPPED_BYTES)
         file_drop(file, segment, at, nbytes);
     return false;
 }

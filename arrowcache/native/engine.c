@@ -16,7 +16,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 enum {
-    MOST_THREADS = 64,
+    MAX_THREADS = 64,
     STOPPED_NANOSECONDS = 50000000, /* so long a waiter that sleeps does not see that the threads are stopped */
     LOOK_NANOSECONDS = 200000, /* some chunks take less; who sleeps beside a busy Python thread has the GIL back after 5 ms */
 };
@@ -25,8 +25,8 @@ struct engine {
     pthread_mutex_t lock; /* of all below */
     pthread_cond_t work, ended;
     engine_job *head, *tail; /* jobs with chunks that nobody has begun */
-    pthread_t threads[MOST_THREADS];
-    bool has_ended[MOST_THREADS];
+    pthread_t threads[MAX_THREADS];
+    bool has_ended[MAX_THREADS];
     int64_t running; /* threads that were started and not joined: the first of `threads` */
     bool is_stopping;
 };
@@ -137,7 +137,7 @@ PUBLIC int64_t engine_start(engine *self, int64_t count)
     join_ended(self);
     self->is_stopping = false; /* threads that have not seen it stay */
     pthread_cond_broadcast(&self->ended);
-    while (self->running < least(count, MOST_THREADS)) {
+    while (self->running < least(count, MAX_THREADS)) {
         int64_t number = self->running;
         self->has_ended[number] = false;
         if (pthread_create(&self->threads[number], NULL, work, self))

@@ -1,4 +1,10 @@
-"""Engine: jobs that copy rows of segments into arrays. The face of engine.h; threads.py has the threads.
+"""Engine: jobs that copy rows of segments into arrays, and the threads that run them. The face of engine.h.
+
+`SegmentRows` numbers the rows of several segments one after another. It is a table of segments, filled in
+place, segment by segment, as their files are mapped. Meanwhile threads copy rows of other segments.
+
+`threads` are the native threads of this process. The first job with work for more than one thread starts
+them. They end before a fork and at exit, and the next job starts them again.
 
 A call begins a job and returns. Rows are given by their numbers (`SegmentRows`). Rows that are in memory are
 copied from mapped files (`copy_rows`); rows that may be on the disk are asked for, then read (`read_rows`).
@@ -8,32 +14,36 @@ helps, so a copy ends also where there are no other threads.
 
 Guarantees: numbers are checked before a byte is copied. An ended job, in whatever way it ended, touches none
 of its arguments. Ctrl-C ends a wait within milliseconds. A job that the kernel holds for more than
-5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning. A job that a forked
-child inherits raises there.
+5 s, as on a dead disk, is left behind with all that it touches, and a ResourceWarning; another thread takes
+the place of the one that waits. A forked child has an engine of its own; a job that it inherits raises there.
 
-Must never: be asked to copy from a segment that is not mapped any more.
+Must never: have the address of a segment that is unmapped while its rows may still be asked for. The caller
+keeps all memory whose addresses are in the table.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 import time
+import warnings
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from arrowcache.lifetimes import until_exit
+from arrowcache.lifetimes import at_exit, at_fork, until_exit
 from arrowcache.limits import Limits
+from arrowcache.native import maps
 from arrowcache.native.library import address_of, declare, library, quick
-from arrowcache.native.rows import SegmentRows
-from arrowcache.native.threads import threads
 
 PIECE_BYTES = 128 << 10  # ENGINE_PIECE_BYTES of the header
 FIXED, LENGTHS, VALUES = range(3)
@@ -43,19 +53,169 @@ _NOTHING = (0,) * 4  # of `engine_job`: there are no values, nothing is read
 _BEGUN = (0,) * 9  # of `engine_job`, which the engine fills in
 _WAY, _DAMAGED, _FAILED, _ERROR, _MISSED = 1, *range(15, 19)
 
+CopiedColumn = tuple[int, int, int]
+"""A column of fixed width to be copied: the index of its buffer in a segment, the bytes of a row, and the
+address of memory for all rows, one after another: 0, if it has none yet."""
 
-class CopiedColumn(NamedTuple):
-    """A column of fixed width to be copied.
+_SEGMENT_WORDS = 7  # of `engine_segment`
+_BASE, _NBYTES, _AT, _FIRST_ROW, _PATH, _DEVICE, _INODE = range(_SEGMENT_WORDS)
+_FROM_WORDS = [_BASE, _NBYTES, _PATH, _DEVICE, _INODE]
+_WORDS = [maps.ADDRESS, maps.NBYTES, maps.PATH, maps.DEVICE, maps.INODE]  # in the same order
+_FIRST = 3  # of `engine_rows`
+_BLOCKS_A_SEGMENT = 4
+
+
+def entries_of(words: NDArray[np.int64], layouts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the entries of some files for `SegmentRows.put`: (n, words of an `engine_segment`).
 
     Args:
-        buffer: index of its buffer in a segment.
-        row_bytes: bytes of a row, at least 1.
-        out: address of memory for all rows, one after another.
+        words: (n, words of one) of `maps.Files`. Files without an address are read, not copied.
+        layouts: (n,) addresses of int64 arrays with the begin of each buffer, in bytes of the file.
+    """
+    told = np.zeros((len(words), _SEGMENT_WORDS), np.int64)
+    told[:, _FROM_WORDS] = words[:, _WORDS]
+    told[:, _AT] = layouts
+    return told
+
+
+class SegmentRows:
+    """Rows of segments, none of which is mapped at first.
+
+    Args:
+        starts: (n + 1,) int64 numbers of the segments' first rows, then the number of all rows.
     """
 
-    buffer: int
-    row_bytes: int
-    out: int = 0
+    def __init__(self, starts: NDArray[np.int64]) -> None:
+        count, rows = len(starts) - 1, int(starts[-1])
+        self._table = np.zeros((count + 1, _SEGMENT_WORDS), np.int64)
+        self._table[:, _FIRST_ROW] = starts
+        self._is_known = np.zeros(count, np.bool_)
+        each = np.diff(starts)
+        alike = count > 0 and bool((each[:-1] == each[0]).all()) and each[-1] <= each[0]
+        rows_each, shift, self._blocks = int(each[0]) if alike else 0, 0, np.zeros(0, np.int64)
+        if count and not alike:
+            shift = max(0, (rows // (_BLOCKS_A_SEGMENT * count)).bit_length() - 1)
+            firsts = np.arange(0, rows + (1 << shift), 1 << shift)
+            self._blocks = starts.searchsorted(np.minimum(firsts, rows - 1), side="right") - 1
+        words = (address_of(self._table), address_of(self._blocks), count, 0, rows, rows_each, shift)
+        self._words = np.array(words, np.int64)
+        self.address = address_of(self._words)
+
+    def put(self, indices: ArrayLike, entries: ArrayLike) -> None:
+        """Set the places of segments, from their files' `entries_of`. The indices rise."""
+        at: Any = np.asarray(indices, np.int64)
+        if len(at) and at[-1] - at[0] + 1 == len(at):
+            at = slice(at[0], at[-1] + 1)  # a slice is faster
+        told = np.asarray(entries, np.int64).reshape(-1, _SEGMENT_WORDS)
+        self._table[at, _NBYTES:_FIRST_ROW] = told[:, _NBYTES:_FIRST_ROW]
+        self._table[at, _PATH:] = told[:, _PATH:]
+        self._table[at, _BASE] = told[:, _BASE]  # last, in one piece: threads may read it by now
+        self._is_known[at] = True
+
+    def release(self, first: int) -> None:
+        """Refuse rows before this one from now on."""
+        self._words[_FIRST] = first
+
+    def segments_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64] | int:
+        """Return the segment of each row (n,), or the index of a number that is out of range."""
+        segments = np.empty(len(ids), np.int64)
+        ids = np.ascontiguousarray(ids, np.int64)
+        bad = quick.engine_segments(self.address, address_of(ids), len(ids), address_of(segments))
+        return segments if bad < 0 else int(bad)
+
+    @property
+    def is_known(self) -> bool:
+        """True if all segments were put."""
+        return bool(self._is_known.all())
+
+    def knows(self, segment: int) -> bool:
+        """True if a segment was put, by its number."""
+        return bool(self._is_known[segment])
+
+    def unknown(self, segments: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Return the segments that were not put yet, each once and in order: of these, or of all."""
+        is_unknown = ~self._is_known
+        if segments is not None:
+            is_asked = np.zeros(len(is_unknown), np.bool_)
+            is_asked[segments] = True
+            is_unknown &= is_asked
+        return is_unknown.nonzero()[0]  # np.unique would import numpy.ma: 30 ms
+
+
+declare("engine_segments", ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+
+
+class Threads:
+    """The process' engine and its threads.
+
+    `handle` is the engine: another one in a forked child. `most` is the number of threads to start: fewer
+    in a process that works beside others like it.
+    """
+
+    def __init__(self) -> None:
+        self.handle = library.engine_new()
+        if not self.handle:
+            raise MemoryError("no memory is left for the engine")
+        self.most = thread_count()
+        self.are_started = self._is_closed = False
+        self._lock = threading.RLock()  # a signal handler may copy rows, too
+        self._held = 0  # threads that the kernel holds, replaced by others
+
+    def start(self) -> None:
+        """Start them, unless they run, or the process ends."""
+        with self._lock:
+            if not self.are_started and not self._is_closed:
+                self._held = library.engine_stop(self.handle, 0)  # only these run
+                library.engine_start(self.handle, self.most + self._held)
+                self.are_started = True
+
+    def leave_behind(self) -> None:
+        """Warn of a thread that the kernel holds, perhaps for ever, and start another in its place."""
+        with self._lock:
+            if self.are_started:
+                self._held += 1
+                library.engine_start(self.handle, self.most + self._held)
+        _warn()
+
+    def stop(self) -> bool:
+        """End them until the next job. Returns: True if all have ended. Blocks: at most 5 s."""
+        if not self.are_started:
+            return True
+        try:
+            return not library.engine_stop(self.handle, int(Limits.current.stuck_seconds * 1e9))
+        finally:
+            self.are_started = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        if not self.stop():
+            _warn()
+
+    def forget_in_child(self) -> None:
+        """Begin anew: another thread may hold the lock, and the threads are the parent's."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _warn() -> None:
+    words = "a thread that reads rows waits for a disk, and is left behind with what it touches"
+    with suppress(ValueError, OSError):  # nobody reads stderr
+        warnings.warn(words, ResourceWarning, stacklevel=2)
+
+
+def thread_count() -> int:
+    """Return one for two processors, two for eight, four for 64; the machine's ranks share them."""
+    ranks = 1
+    with suppress(ValueError):
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return (max(1, len(os.sched_getaffinity(0)) // ranks).bit_length() + 1) // 2
+
+
+declare("engine_new", ctypes.c_void_p)
+declare("engine_start", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+declare("engine_stop", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+threads = Threads()
+at_fork(before=threads.stop, in_child=threads.forget_in_child)
+at_exit(threads.close)
 
 
 class CopiedColumns:
@@ -66,13 +226,13 @@ class CopiedColumns:
 
     __slots__ = ("_table", "address", "count", "row_bytes")
 
-    def __init__(self, columns: Iterable[tuple[int, int, int]]) -> None:
+    def __init__(self, columns: Iterable[CopiedColumn]) -> None:
         self._table = array("q", chain.from_iterable(columns))
         self.address, words = self._table.buffer_info()
         self.count, self.row_bytes = words // 3, sum(self._table[1::3])
 
     def at(self, addresses: Iterable[int]) -> CopiedColumns:
-        """Return the same columns with other memory: for each an address, as `CopiedColumn.out`."""
+        """Return the same columns with other memory: for each an address."""
         moved = object.__new__(CopiedColumns)
         moved._table = self._table[:]
         moved._table[2::3] = array("q", addresses)
@@ -132,7 +292,7 @@ class Job:
 
     def _submit(self) -> None:
         self._is_late = False
-        _let_go_of_lost()
+        _release_lost()
         known = _UnderWay(self, _lost.append)
         known.address, known.handle, known.kept = self._address, self._handle, (self._job, self._keep)
         _under_way[self._address] = known
@@ -173,7 +333,7 @@ class Job:
             self._note_end()
         return self._has_ended
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Begin the second part, if there is one and the first has ended: a plain job has none."""
 
     def cancel(self, seconds: float | None = None) -> bool:
@@ -255,7 +415,7 @@ def _patience() -> int:
     return int(Limits.current.stuck_seconds * 1e9)
 
 
-def _let_go_of_lost() -> None:
+def _release_lost() -> None:
     """End the jobs that died before they had ended: Ctrl-C came as a finalizer began."""
     while _lost:
         lost = _lost.popleft()
@@ -278,7 +438,7 @@ class Read(Job):
     _is_asking = True  # a read may have to follow
     _missed = 0
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Begin to read the rows that were not in memory, if all have been asked for."""
         if self._is_asking and super().has_ended():
             self._missed = self._missed or self._job[_MISSED]  # the read sets it anew
@@ -292,11 +452,11 @@ class Read(Job):
         if self._is_asking:
             if not super().take(seconds):
                 return False
-            self.go_on()
+            self.advance()
         return super().take(seconds)
 
     def has_ended(self) -> bool:
-        self.go_on()
+        self.advance()
         return not self._is_asking and super().has_ended()
 
     def cancel(self, seconds: float | None = None) -> bool:
@@ -331,7 +491,7 @@ class Found(Job):
         return self._job[_DAMAGED] - 1
 
 
-class Parts:
+class PartCopies:
     """Parts of values that an ended `Found` has found, to be copied one behind another.
 
     Args:
@@ -371,7 +531,7 @@ def copy_now(rows: SegmentRows, ids: NDArray[np.int64], columns: CopiedColumns) 
 def copy_rows(
     rows: SegmentRows,
     ids: NDArray[np.int64],
-    columns: CopiedColumns | Sequence[tuple[int, int, int]],
+    columns: CopiedColumns | Sequence[CopiedColumn],
     keep: object = None,
 ) -> Job:
     """Begin to copy columns of some rows from memory; returns at once.
@@ -390,7 +550,7 @@ def copy_rows(
 def read_rows(
     rows: SegmentRows,
     ids: NDArray[np.int64],
-    columns: CopiedColumns | Sequence[tuple[int, int, int]],
+    columns: CopiedColumns | Sequence[CopiedColumn],
     keep: object = None,
     *,
     drops: bool = False,
@@ -423,28 +583,28 @@ def find_values(
         keep: as of `copy_rows`; kept until the values are copied, too.
         on_disk: True if the offsets may be on the disk.
     """
-    column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
+    column = CopiedColumns([(buffer, element_bytes, 0)])
     return Found(READ if on_disk else COPY, rows, np.ascontiguousarray(ids, np.int64), column, keep)
 
 
-def copy_values(found: Found | Parts, out: NDArray[np.uint8], keep: object = None) -> Job:
+def copy_values(found: Found | PartCopies, out: NDArray[np.uint8], keep: object = None) -> Job:
     """Begin to copy what an ended job found, whose rows are still mapped, from memory; returns at once.
 
     Args:
         keep: owner of the mappings, where `found` has not.
     """
-    kept, column = (found, out, keep), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
+    kept, column = (found, out, keep), CopiedColumns([(0, 1, address_of(out))])
     return Job(VALUES, COPY, found.rows, found.ids, column, kept, nbytes=out.nbytes, values=found.places)
 
 
 def read_values(
-    found: Found | Parts, out: NDArray[np.uint8], keep: object = None, *, drops: bool = False
+    found: Found | PartCopies, out: NDArray[np.uint8], keep: object = None, *, drops: bool = False
 ) -> Read:
     """Begin to read found values from their files; returns at once.
 
     Args: as of `copy_values` and `read_rows`.
     """
-    kept, column = (found, out, keep), CopiedColumns([CopiedColumn(0, 1, address_of(out))])
+    kept, column = (found, out, keep), CopiedColumns([(0, 1, address_of(out))])
     where = VALUES, ASK, found.rows, found.ids, column, kept
     return Read(*where, values=found.places, pieces=len(found.ids) + out.nbytes // PIECE_BYTES, drops=drops)
 
@@ -453,7 +613,7 @@ def fetch_rows(
     rows: SegmentRows,
     first: int,
     last: int,
-    columns: CopiedColumns | Sequence[tuple[int, int, int]],
+    columns: CopiedColumns | Sequence[CopiedColumn],
     keep: object = None,
 ) -> Job:
     """Ask the disk for rows first..last-1. Returns at once. Rows out of range are left out."""
@@ -464,11 +624,11 @@ def fetch_values(
     rows: SegmentRows, first: int, last: int, buffer: int, element_bytes: int, keep: object = None
 ) -> Job:
     """Do as `fetch_rows` for the values of a variable-length column, which is named as in `find_values`."""
-    column = CopiedColumns([CopiedColumn(buffer, element_bytes)])
+    column = CopiedColumns([(buffer, element_bytes, 0)])
     return Job(LENGTHS, FETCH, rows, np.array([first, last], np.int64), column, keep)
 
 
-def _table(columns: CopiedColumns | Sequence[tuple[int, int, int]]) -> CopiedColumns:
+def _table(columns: CopiedColumns | Sequence[CopiedColumn]) -> CopiedColumns:
     return columns if isinstance(columns, CopiedColumns) else CopiedColumns(columns)
 
 

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 enum {
-    MOST_LOOKED_PAGES = 64,
+    MAX_LOOKED_PAGES = 64,
     FILES = sizeof((reader *)0)->files / sizeof((reader *)0)->files[0],
 };
 
@@ -72,11 +72,11 @@ bool file_opens(reader *self, const engine_segment *segment) { return file_of(se
 static bool is_resident(const engine_segment *segment, int64_t at, int64_t nbytes)
 {
     int64_t page = page_bytes(), start = (int64_t)segment->base + at, end = start + nbytes;
-    unsigned char pages[MOST_LOOKED_PAGES];
+    unsigned char pages[MAX_LOOKED_PAGES];
     if (!segment->base)
         return false;
-    for (start -= start % page; start < end; start += MOST_LOOKED_PAGES * page) {
-        int64_t count = least(MOST_LOOKED_PAGES, (end - start + page - 1) / page);
+    for (start -= start % page; start < end; start += MAX_LOOKED_PAGES * page) {
+        int64_t count = least(MAX_LOOKED_PAGES, (end - start + page - 1) / page);
         if (mincore((void *)start, (size_t)(count * page), pages))
             return false;
         for (int64_t i = 0; i < count; i++)

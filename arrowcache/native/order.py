@@ -1,31 +1,61 @@
-"""Order: which row is at which place of a shuffled pass, computed when asked for. The face of order.h."""
+"""Order: which row is at which place of a pass, computed when asked for. The face of order.h and draw.h.
+
+A pass is shuffled by stages, or drawn by weights, down a tree of their sums.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.native.draw import Table
 from arrowcache.native.library import address_of, declare, library, quick
 
 KEYS = 32  # ORDER_KEYS of the header
 _HELD_GIL_ROWS = 8192  # found in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
 
+FAN, LEVELS = 16, 16  # DRAW_FAN and DRAW_LEVELS of the header
+_LINE = 64  # bytes
 
-class _StageStruct(ctypes.Structure):
-    _fields_ = (("edges", ctypes.c_void_p), ("blocks", ctypes.c_int64), ("keys", ctypes.c_void_p))
+
+class WeightSums:
+    """Weights to draw by: memory is half a byte a row, beside them. Several threads may draw.
+
+    Blocks: while it adds them, a second for 10^9.
+
+    Args:
+        weights: (rows,) float32, contiguous. They do not change any more.
+
+    Attributes:
+        bad: the first row whose weight is below 0, infinite or NaN, by which nothing can be drawn; else -1.
+        total: the sum of the weights.
+        address: of the C structure, which lives as long as the table.
+    """
+
+    def __init__(self, weights: NDArray[np.float32]) -> None:
+        counts = [-(-len(weights) // FAN)]
+        while counts[0] > FAN:
+            counts.insert(0, -(-counts[0] // FAN))
+        self._levels = [_level(count) for count in counts]
+        self._weights = weights
+        places = [*map(address_of, self._levels), *[0] * (LEVELS - len(counts))]
+        self._words = np.array([address_of(weights), len(weights), len(counts), *places], np.int64)
+        self.address = address_of(self._words)
+        self.bad: int = library.draw_fill(self.address)
+        self.total: float = self._levels[-1][counts[-1] - 1] if len(weights) else 0.0
 
 
-class _PassStruct(ctypes.Structure):
-    _fields_ = (
-        ("stages", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("stage_count", "run_rows", "steps")),
-        *((name, ctypes.c_void_p) for name in ("starts", "shifts", "draws")),
-        ("draw_key", ctypes.c_uint64),
-    )
+def _level(ends: int) -> NDArray[np.float64]:
+    """Memory for the ends of a level, in whole lines of the processor's cache."""
+    memory = np.empty(-(-ends // FAN) * FAN + _LINE // 8, np.float64)
+    skipped = -address_of(memory) % _LINE // 8
+    return memory[skipped : len(memory) - _LINE // 8 + skipped]
+
+
+declare("draw_fill", ctypes.c_int64, ctypes.c_void_p)
 
 
 class Stage(NamedTuple):
@@ -62,7 +92,7 @@ class Drawn(NamedTuple):
         key: selects the draws.
     """
 
-    table: Table
+    table: WeightSums
     key: int
 
 
@@ -72,28 +102,28 @@ class Pass:
     Args:
         rows: number of rows, or of draws, at most 2**62.
         stages: shuffles of the places, one after another. Without any, row i is at place i.
-        runs: if given, the stages shuffle whole runs, rows // runs.run_rows places.
+        runs: if given, the stages, at least one, shuffle whole runs, rows // runs.run_rows places.
         drawn: if given, the rows are drawn, without stages or runs.
+    Raises: ValueError: runs without a stage.
     """
 
     def __init__(
         self, rows: int, *stages: Stage, runs: Runs | None = None, drawn: Drawn | None = None
     ) -> None:
         self.rows = rows
-        table = (_StageStruct * len(stages))(
-            *[
-                _StageStruct(address_of(stage.edges), len(stage.edges) - 1, address_of(stage.keys))
-                for stage in stages
-            ]
-        )
-        made = _PassStruct(ctypes.addressof(table), len(stages))
+        table = array("q")  # of `order_stage`
+        for edges, keys in stages:
+            table.extend((address_of(edges), len(edges) - 1, address_of(keys)))
+        of_runs, of_draws = (0,) * 4, (0,) * 2
         if runs is not None:
-            made.run_rows, made.steps = runs.run_rows, len(runs.starts)
-            made.starts, made.shifts = address_of(runs.starts), address_of(runs.shifts)
+            if not stages:  # the last one's edges say which place is in the short run at the end
+                raise ValueError("runs are what stages shuffle: give a stage, if only one of one block")
+            of_runs = runs.run_rows, len(runs.starts), address_of(runs.starts), address_of(runs.shifts)
         if drawn is not None:
-            made.draws, made.draw_key = drawn.table.address, drawn.key
-        self._keep = made, table, stages, runs, drawn
-        self._at = ctypes.addressof(made)
+            of_draws = drawn.table.address, drawn.key
+        words = array("Q", (table.buffer_info()[0], len(stages), *of_runs, *of_draws))  # of `order_pass`
+        self._keep = words, table, stages, runs, drawn
+        self._at = words.buffer_info()[0]
 
     def __call__(self, first: int, count: int, times: int = 1, apart: int = 0) -> NDArray[np.int64]:
         """Return the rows at `count` places from `first` on, then from `first + apart` on, and so on.

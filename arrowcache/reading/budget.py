@@ -33,16 +33,16 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import Ragged, Schema, Tensor
-from arrowcache.cgroup import memory_bytes
-from arrowcache.reading.order import EpochOrder, Order, Present, Shard
+from arrowcache.proc import memory_bytes
+from arrowcache.reading.order import Order, Shard, Stream
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.selected import bitmap, mask_of
-from arrowcache.reading.shuffle import Permutation, starts_of
+from arrowcache.reading.row_filter import bitmap, mask_of
+from arrowcache.reading.shuffle import Permutation, Shuffle, starts_of
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.units import format_bytes, parse_count
 
-_MOST_TOKENS = (1 << 31) - 1
-_BUCKET_BATCHES, _LEAST_BATCHES, _LEAST_BUCKETS = 100, 25, 4
+_MAX_TOKENS = (1 << 31) - 1
+_BUCKET_BATCHES, _MIN_BATCHES, _MIN_BUCKETS = 100, 25, 4
 _BATCHES_KEY = 3  # keeps the order of batches apart from those of rows
 
 
@@ -60,7 +60,7 @@ class Budget(NamedTuple):
             names: columns of the batches.
         Raises: ValueError, TypeError: it does not fit. The message says what would.
         """
-        tokens = parse_count(batch_tokens, "batch_tokens", most=_MOST_TOKENS)
+        tokens = parse_count(batch_tokens, "batch_tokens", most=_MAX_TOKENS)
         if length_of is None:
             raise ValueError(
                 "batch_tokens needs length_of: the name of the column whose rows are to be padded, or of "
@@ -95,7 +95,7 @@ def is_count(kind: object) -> bool:
 def bucket_count(stream_rows: int, lengths: NDArray[np.int32], tokens: int) -> int:
     """Return the number of buckets for a stream of rows, drawn from rows of these lengths."""
     batches = stream_rows * int(lengths.sum(dtype=np.int64)) // max(1, len(lengths) * tokens)
-    few = min(_LEAST_BUCKETS, batches // _LEAST_BATCHES)
+    few = min(_MIN_BUCKETS, batches // _MIN_BATCHES)
     return max(1, few, min(batches // _BUCKET_BATCHES, stream_rows))
 
 
@@ -138,22 +138,22 @@ class _Batches(NamedTuple):
 
 
 def _buckets(
-    plan: Plan, stream: EpochOrder, present: Present, lengths: NDArray[np.int32], tokens: int
+    plan: Plan, stream: Stream, lengths: NDArray[np.int32], tokens: int
 ) -> Callable[[int], _Batches]:
-    """Return a function that makes the batches of a bucket of a plan. The steps of `stream` are positions."""
+    """Return a function that makes the batches of a bucket of a plan."""
 
     @lru_cache(maxsize=2)
     def batches(number: int) -> _Batches:
         first, stop = plan.bucket_edge(number), plan.bucket_edge(number + 1)
-        ids, is_there = present.renumber(stream.numbers(first, stop))
+        ids, positions = stream.part(first, stop)
         order, starts = batched(lengths[ids], tokens)
         sizes, begins = np.diff(starts), starts[:-1]
-        if plan.shuffle is not None:
+        if plan.shuffle is not Shuffle.NONE:
             shuffle = Permutation(len(sizes), plan.seed, (plan.epoch, number, _BATCHES_KEY))(0, len(sizes))
             sizes, begins = sizes[shuffle], begins[shuffle]
         batch = np.repeat(np.arange(len(sizes)), sizes)
         order = order[np.arange(len(order)) + (begins - starts_of(sizes)[:-1])[batch]]
-        places = is_there.nonzero()[0][order]
+        places = positions[order] - first
         is_left = ~_taken(plan, number)[places]
         left = np.bincount(batch[is_left])
         return _Batches(ids[order[is_left]], places[is_left], starts_of(left[left > 0]))
@@ -189,10 +189,9 @@ class BudgetOrder(Order):
         shard: Shard,
         drop_last: bool,
     ) -> None:
-        self._plan, self._shard, self._present = plan, shard, Present(plan, present)
-        self.selected = self._present.selected
-        self._stream = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)
-        self._batches = _buckets(plan, self._stream, self._present, lengths, tokens)
+        self._plan, self._shard, self._stream = plan, shard, Stream(plan, present)
+        self.selected = self._stream.selected
+        self._batches = _buckets(plan, self._stream, lengths, tokens)
         is_over = plan.position >= plan.stream_rows
         self._first_bucket = plan.buckets if is_over else plan.bucket_at(plan.position)
         sizes = [np.diff(self._batches(number).starts) for number in range(self._first_bucket, plan.buckets)]
@@ -216,7 +215,7 @@ class BudgetOrder(Order):
         rows = int(self._sizes[first : stop : steps.step * size].sum())
         return rows + (len(self._last) if self._whole in steps else 0)
 
-    def rest(self, steps: int) -> Plan:
+    def remaining(self, steps: int) -> Plan:
         plan, number = self._plan, steps * self._shard.world_size
         if number >= len(self._sizes):
             return plan.at(plan.stream_rows)
@@ -227,16 +226,13 @@ class BudgetOrder(Order):
         return plan.at(plan.bucket_edge(bucket) + count, taken=bitmap(is_taken) if count else b"")
 
     def segments_span(self, step: int) -> range:
-        before, world_size = self._present.segments_before, self._shard.world_size
+        segments, world_size = self._stream.segments, self._shard.world_size
         if step >= self.steps:
-            return range(int(before[-1]), int(before[-1]))
+            return range(segments, segments)
         last = min((step + 1) * world_size, len(self._sizes)) - 1
         first, stop = self._find(step * world_size)[0], self._find(last)[0] + 1
-        positions = self._plan.bucket_edge(first), self._plan.bucket_edge(stop) - 1
-        spans = [self._stream.segments_span(position) for position in positions]
-        return range(
-            int(before[min(span.start for span in spans)]), int(before[max(span.stop for span in spans)])
-        )
+        edges = self._plan.bucket_edge(first), self._plan.bucket_edge(stop) - 1
+        return self._stream.segments_span(*edges, self._plan.stream_rows)
 
     def _find(self, number: int) -> tuple[int, int]:
         """Return the bucket of a batch, and its index among the batches of the bucket that are left."""

@@ -1,78 +1,280 @@
 """Epoch: one pass over a snapshot, with all that it owns, and how the next one begins.
 
-An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' agreement, its counts in
-the cache. Its owner ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides
-when there are enough rows, takes the snapshot (alone, or with the other ranks), and goes on from a loaded
-state.
-Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of a resumed one; nothing is
-leased while waiting for rows; the count of rows that an epoch did not serve is given back,
-unless its process was killed.
+An `EpochSource` begins the epochs of any loader, one after another. It knows the next one, the one in
+progress, and their states. An `EpochProgress` is one of its epochs. `Epochs` and `Epoch` are those of a
+cache; torch/cached_epochs.py has those of a dataset.
+
+An `Epoch` owns all that it takes: the lease on its segments, its part in the ranks' shared plan, its counts
+in the cache. Its owner ends it by `end`, or by `with`: at any point, in any thread. `Epochs` decides when
+there are enough rows, takes the snapshot (alone, or with the other ranks), and goes on from a loaded state.
+Guarantees: epochs are numbered 0, 1, 2, ...; none is empty but the rest of a resumed one; nothing is leased
+while waiting for rows; the count of rows that an epoch did not serve is given back, unless its process was
+killed.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
 from arrowcache.lifetimes import Origin, at_exit, call_all
+from arrowcache.limits import Limits
+from arrowcache.reading.available_rows import AvailableRows, RowsWait, Wait
 from arrowcache.reading.budget import BudgetOrder, bucket_count
-from arrowcache.reading.lengths import Lengths
-from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import LoaderOptions
-from arrowcache.reading.order import EpochOrder, Order, Shard, order_of
+from arrowcache.reading.options import LoaderOptions, RankInfo
+from arrowcache.reading.order import EvenOrder, Order, Shard
 from arrowcache.reading.packing import Within
-from arrowcache.reading.patience import Patience, Wait
+from arrowcache.reading.per_segment import Lengths
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.ranks import Agreement
-from arrowcache.reading.selected import ALL
+from arrowcache.reading.ranks import SharedPlan
+from arrowcache.reading.row_filter import ALL
+from arrowcache.reading.row_weights import read_weights, write_weights
 from arrowcache.reading.shuffle import ORDER_VERSION
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.supply import Supply
-from arrowcache.storage.cache_lock import once_unlocked
 from arrowcache.storage.layout import SegmentInfo
+from arrowcache.storage.locks import once_unlocked
 from arrowcache.storage.store import Store
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-class Epoch:
+_AHEAD_STEPS = 64  # before the end of an epoch, at most half of it: functions choose the rows of the next one
+
+
+# of any loader
+
+
+class EpochProgress(ABC):
+    """An epoch, as its loader knows it: plan, order, and how many of its steps were delivered.
+
+    Args:
+        planned: the plan as it was before the epoch began: the rest of an epoch, or a number and no more.
+    """
+
+    plan: Plan
+    order: Order
+
+    def __init__(self, planned: Plan) -> None:
+        self.planned, self.number = planned, planned.epoch
+        self.delivered = 0  # steps
+        self.within: Within | None = planned.within  # the bundle at its position
+
+    def remaining(self) -> Plan:
+        """Return the part that was not delivered yet."""
+        rest = self.order.remaining(self.delivered)
+        return rest if self.within is None else rest.at(rest.position, within=self.within)
+
+    @property
+    def is_large(self) -> bool:
+        """True if the work between it and the next one takes long, and is done in slices."""
+        return False
+
+    @property
+    def is_delivered(self) -> bool:
+        return self.delivered >= self.order.steps
+
+    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:  # noqa: ARG002
+        """Count delivered steps.
+
+        Args:
+            step: all batches before this step were delivered. None: they are delivered in order.
+            within: how far the epoch is after them, within a bundle of documents.
+        """
+        self.delivered, self.within = self.delivered + count, within
+
+    @property
+    def left_out(self) -> tuple[int, int]:
+        """The rows that its snapshot leaves to samplers, and those of its segments that it does not read."""
+        return 0, 0
+
+    @abstractmethod
+    def end(
+        self, leave_to: Callable[[Snapshot], None] = Snapshot.close, *, may_deliver: bool = False
+    ) -> None:
+        """End it: no more batches are made, and its segments are unleased. Idempotent; never fails.
+
+        Args:
+            leave_to: closes the snapshot, perhaps later.
+            may_deliver: batches that are made may still be delivered, until a call without this.
+        """
+
+
+E = TypeVar("E", bound=EpochProgress)
+
+
+WorkAhead = tuple[Iterator[None], Iterator[None], int]
+"""Work for the next epoch: looks; all slices, these first; the number of last steps that each do one."""
+
+
+class EpochSource(ABC, Generic[E]):
+    """Begins the epochs of a loader, one after another.
+
+    `planned` is the next epoch: the rest of one, if its plan has segments, else a number and no more.
+    `progress` is the epoch whose batches are delivered, or were last.
+    """
+
+    parks = True  # an ended epoch's snapshot may serve the next one
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.planned = self.plan_of(0)
+        self.progress: E | None = None
+
+    @abstractmethod
+    def plan_of(self, number: int) -> Plan:
+        """Return the plan of an epoch that has not begun."""
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next epoch. Who sets it drops the rest of a planned one."""
+        return self.planned.epoch
+
+    @next_number.setter
+    def next_number(self, number: int) -> None:
+        self.planned = self.plan_of(number)
+
+    def join(self, rank_info: RankInfo | None) -> None:
+        """Be this rank of this job from the next epoch on. No epoch is in progress.
+
+        Raises: ValueError: the options do not fit so many ranks.
+        """
+
+    def begin(self, wait: Wait = Wait()) -> E | None:  # noqa: B008  # it is a value
+        """Begin the next epoch: take its snapshot.
+
+        Blocks: until enough rows are published.
+        Returns: the epoch, or None: the wait was cancelled.
+        Raises: LoaderTimeoutError: too few rows came in time. MissingSegmentsError: see `resume`.
+        """
+        epoch = self._begin(self.planned, wait)
+        if epoch is not None:
+            try:
+                self._begin_delivery(epoch)
+            except BaseException:
+                self.take_back(epoch)
+                epoch.end()
+                raise
+        return epoch
+
+    def begin_after(self, previous: E, wait: Wait | None = None) -> E | None:
+        """Begin the epoch after one whose batches are all under way, before they are delivered.
+
+        This object does not change: an epoch of which no batch is delivered was never begun.
+
+        Args:
+            wait: None begins it only if there are enough rows now, else returns None.
+        Blocks, Returns, Raises: as `begin`.
+        """
+        return self._begin(self.plan_of(previous.number + 1), wait, ahead=True)
+
+    @abstractmethod
+    def _begin(self, planned: Plan, wait: Wait | None, *, ahead: bool = False) -> E | None:
+        """Begin an epoch that owns all that was taken for it; a failure releases all."""
+
+    def ahead_of(self, epoch: E) -> WorkAhead:  # noqa: ARG002
+        """Return the work that the epoch after one needs."""
+        return iter(()), iter(()), 0
+
+    def drop_ahead(self) -> None:
+        """Release what was done ahead. Idempotent."""
+
+    def begin_delivery(self, epoch: E) -> None:
+        """Record that the first batch of an epoch begun ahead is delivered."""
+        self._begin_delivery(epoch)
+
+    def _begin_delivery(self, epoch: E) -> None:
+        self.meter.begin_epoch(*epoch.left_out)
+        self.progress = epoch  # first: see `take_back`
+        self.next_number = epoch.number + 1
+
+    def take_back(self, epoch: E) -> None:
+        """Let the next epoch be this one, which was begun and of which no batch was asked for."""
+        if epoch is self.progress:
+            self.planned = epoch.planned
+            self.meter.take_back_epoch()
+
+    def skip_failed(self) -> None:
+        """Record that the consumer got an error, perhaps that of an epoch begun ahead."""
+
+    def to_state(self, plan: Plan) -> dict[str, Any]:
+        """Return a plan as a state that any process resumes."""
+        return plan.to_state()
+
+    @abstractmethod
+    def from_state(self, state: dict[str, Any]) -> Plan:
+        """Return the plan of a state. Raises: ValueError: it is none, or does not fit this source."""
+
+    def require(self, plan: Plan) -> None:
+        """Check that all rows of the rest of a planned epoch are present.
+
+        Raises: MissingSegmentsError: some have left the cache.
+        """
+
+    def resume(self, plan: Plan, missing: str) -> None:  # noqa: ARG002
+        """Let the next epoch be the rest of a planned one, or one of its number if nothing is planned.
+
+        Args:
+            missing: treatment of rows whose segments have left the cache: "skip" them, with a warning, or
+                "raise".
+        """
+        self.planned, self.progress = plan if len(plan.seqs) else self.plan_of(plan.epoch), None
+
+    def note_held_up(self) -> None:
+        """Count how long writers have waited for the lease of the epoch in progress. Never fails."""
+
+    def release_joined(self) -> bool:
+        """Release the shared plan's segments of epochs that all ranks have joined.
+
+        Returns: True if the shared plan still holds some.
+        """
+        return False
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: whatever works for this one is the parent's."""
+
+    def close(self) -> None:
+        """Release what belongs to no epoch. Idempotent."""
+
+
+# of a cache
+
+
+class Epoch(EpochProgress):
     """One pass: its snapshot and order, the progress of its delivery, and its counts in the cache.
 
-    It owns its snapshot, its part in the ranks' agreement, and its counts of rows and passes. The object
+    It owns its snapshot, its part in the ranks' shared plan, and its counts of rows and passes. The object
     exists before it owns any of them, so that ending it releases all, wherever its beginning failed. A forked
     child gives nothing back.
     """
 
-    snapshot: Snapshot  # owned; set by `begin`, with the next two
-    plan: Plan
-    order: Order
+    snapshot: Snapshot  # owned; set by `begin`, with plan and order
 
     def __init__(
         self,
         planned: Plan,
-        supply: Supply,
-        agreement: Agreement | None,
+        available_rows: AvailableRows,
+        shared_plan: SharedPlan | None,
         meter: Meter,
         shard: Shard,
         share: float = 1.0,
     ) -> None:
+        super().__init__(planned)
         self.shard = shard
-        self.planned, self.number = planned, planned.epoch  # as of `Epochs.planned`
-        self.delivered = 0  # steps
-        self.within: Within | None = planned.within  # the bundle at its position
         self.steps: int | None = None  # batches of sequences, once their number is known
-        self._supply, self._agreement, self._meter = supply, agreement, meter
+        self._available_rows, self._shared_plan, self._meter = available_rows, shared_plan, meter
         self._share, self._is_in_order = share, False
         self._rows = 0  # rows that count as served
         self._passes: tuple[NDArray[np.int64], int] | None = None  # passes over segments with these numbers
@@ -85,27 +287,31 @@ class Epoch:
 
     def begin(self, plan: Plan, order: Order) -> None:
         """Set what it reads, and count its rows as served."""
-        if self._supply.is_paced:
+        if self._available_rows.is_paced:
             rows = round(order.rows_of(range(order.steps)) * self._share)
-            with self._supply.store.locked():
-                self._supply.store.usage.add_served(rows)
+            with self._available_rows.store.locked():
+                self._available_rows.store.usage.add_served(rows)
                 self._rows = rows
-        self.plan, self.order, self._is_in_order = plan, order, plan.is_in_order
+        self.plan, self.order, self._is_in_order = plan, order, plan.shuffle.is_in_order
 
     # what the cache counts
 
     def count(self, snapshot: Snapshot) -> bool:
         """Count its passes over a snapshot. Returns: False: others counted some; take another one."""
-        supply, store, most = self._supply, self._supply.store, self._supply.most_passes()
-        if not supply.is_paced:
+        available_rows, store, most = (
+            self._available_rows,
+            self._available_rows.store,
+            self._available_rows.most_passes(),
+        )
+        if not available_rows.is_paced:
             return True
-        seqs, passes = snapshot.seqs, supply.passes_of(snapshot.selected.size)
+        seqs, passes = snapshot.seqs, available_rows.passes_of(snapshot.selected.size)
         with store.locked():
             if most is not None and (store.usage.served(seqs) >= most).any():
                 return False
             store.usage.count_epoch(seqs, passes)
             self._passes = seqs, passes
-        supply.pace_says = ""
+        available_rows.pace_says = ""
         return True
 
     def keep_passes(self) -> None:
@@ -122,36 +328,30 @@ class Epoch:
         rest, self._rows = self._rows - served, served
         passes, self._passes = None if served else self._passes, None
         if (rest > 0 or passes) and self._origin.is_here:
-            once_unlocked(partial(self._supply.give_back, max(0, rest), passes))
+            once_unlocked(partial(self._available_rows.give_back, max(0, rest), passes))
 
     # how far it is
 
-    def rest(self) -> Plan:
-        """Return the part that was not delivered yet."""
-        rest = self.order.rest(self.delivered)
-        return rest if self.within is None else rest.at(rest.position, within=self.within)
-
     @property
-    def is_delivered(self) -> bool:
-        return self.delivered >= self.order.steps
+    def is_large(self) -> bool:
+        return len(self.snapshot.seqs) >= Limits.current.slow_segments
 
     def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:
-        """Count delivered steps. An epoch in order also releases segments that no later batch needs.
-
-        Args:
-            step: all batches before this step were delivered. None: they are delivered in order.
-            within: how far the epoch is after them, within a bundle of documents.
-        """
-        self.delivered, self.within = self.delivered + count, within
+        """Count delivered steps. An epoch in order also releases segments that no later batch needs."""
+        super().deliver(count, step, within)
         if self._is_in_order:
             oldest = self.order.segments_span(self.delivered if step is None else step).start
-            if self.snapshot.release_oldest(oldest) and self._agreement is not None:
-                self._agreement.settle()
+            if self.snapshot.release_oldest(oldest) and self._shared_plan is not None:
+                self._shared_plan.release_joined()
+
+    @property
+    def left_out(self) -> tuple[int, int]:
+        return self.snapshot.left_out_rows, len(self.snapshot) - self.snapshot.selected.size
 
     def note_held_up(self) -> None:
         """Count how long writers have waited for its lease. Call it before the lease ends. Never fails."""
         with suppress(OSError, ArrowCacheError):
-            held_up_seconds = self._supply.store.held_up_seconds(self.snapshot.covers)
+            held_up_seconds = self._available_rows.store.held_up_seconds(self.snapshot.covers)
             waited = min(held_up_seconds, time.time() - self._began)
             more = max(0.0, waited - self._held_up_seconds)  # a wait that goes on counts once
             self._held_up_seconds += more
@@ -166,20 +366,14 @@ class Epoch:
     def end(
         self, leave_to: Callable[[Snapshot], None] = Snapshot.close, *, may_deliver: bool = False
     ) -> None:
-        """End it: no more batches are made, and its segments are unleased. Idempotent; never fails.
-
-        Args:
-            leave_to: closes the snapshot, perhaps later.
-            may_deliver: batches that are made may still be delivered, until a call without this.
-        """
         snapshot = getattr(self, "snapshot", None)  # missing if nothing was taken
         if snapshot is not None and not self._is_unleased:
             if self.on_end is not None:
                 self.on_end()
             self.note_held_up()
             leave_to(snapshot)
-            if self._agreement is not None:
-                self._agreement.release(self.number)
+            if self._shared_plan is not None:
+                self._shared_plan.release(self.number)
             self._is_unleased = True  # last: the next call completes one that Ctrl-C cut short
         if not may_deliver:
             self.give_back()  # last: it may wait for cache.lock
@@ -193,67 +387,69 @@ _living: weakref.WeakSet[Epoch] = weakref.WeakSet()
 at_exit(_end_all)
 
 
-class Epochs:
-    """Begins one epoch after another."""
+class Epochs(EpochSource[Epoch]):
+    """Begins one epoch of a cache after another."""
 
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
-        self._store, self._options, self._meter = store, options, meter
-        self._membership: Membership | None = None
-        self._agreement: Agreement | None = None
+        self._store, self._options = store, options
+        super().__init__(meter)
+        self._rank_info: RankInfo | None = None
+        self._shared_plan: SharedPlan | None = None
         self._shard, self._has_joined = Shard(), False
-        self.supply = Supply(store, options, meter)
-        self._lengths = None if options.budget is None else Lengths(options.budget)
-        #: The next epoch: the rest of one, if its plan has segments, else a number and no more.
-        self.planned = self.plan_of(0)
+        self.available_rows = AvailableRows(store, options, meter)
+        budget = options.budget
+        self._lengths = None if budget is None else Lengths(budget.column, budget.tokens)
         self._missing = "skip"
         self._lost_ahead: int | None = None  # the number of a ranks' epoch that this rank cannot read
-        self.progress: Epoch | None = None  # the epoch whose batches are delivered, or were last
 
-    @property
-    def next_number(self) -> int:
-        """The number of the next epoch. Who sets it drops the rest of a planned one."""
-        return self.planned.epoch
-
-    @next_number.setter
-    def next_number(self, number: int) -> None:
-        self.planned = self.plan_of(number)
-
-    def join(self, membership: Membership | None) -> None:
-        """Be this rank of this job from the next epoch on. None keeps the rank, at first a single process.
-
-        No epoch is in progress.
-
-        Raises: ValueError: the options do not fit so many ranks.
-        """
-        if self._has_joined and membership in (None, self._membership):
+    def join(self, rank_info: RankInfo | None) -> None:
+        """As `EpochSource.join`. None keeps the rank, at first a single process."""
+        if self._has_joined and rank_info in (None, self._rank_info):
             return
-        shard = Shard(membership.rank, membership.world_size) if membership else Shard()
+        shard = Shard(rank_info.rank, rank_info.world_size) if rank_info else Shard()
         self._options.require_fit(self._store, shard.world_size)
         self.close()
-        self._membership, self._shard, self._has_joined = membership, shard, True
-        self._agreement = None if membership is None else Agreement(self._store, membership)
-        self.supply.has_ranks = membership is not None
-        if membership is not None and membership.rank % membership.local_world_size:
-            self.supply.warns = False  # the first rank of this node warns
+        self._rank_info, self._shard, self._has_joined = rank_info, shard, True
+        self._shared_plan = None if rank_info is None else SharedPlan(self._store, rank_info)
+        self.available_rows.has_ranks = rank_info is not None
+        if rank_info is not None and rank_info.rank % rank_info.local_world_size:
+            self.available_rows.warns = False  # the first rank of this node warns
 
     def require(self, plan: Plan) -> None:
-        """Check that all segments of the rest of a planned epoch are present.
-
-        Raises: MissingSegmentsError: some have left the cache.
-        """
         with self._store.locked():
             listed = [segment for segment in self._store.segments() if plan.includes(segment)]
         self._order(plan, listed, "raise")
 
     def resume(self, plan: Plan, missing: str) -> None:
-        """Let the next epoch be the rest of a planned one, or one of its number if nothing is planned.
+        super().resume(plan, missing)
+        self._missing, self._lost_ahead = missing, None
 
-        Args:
-            missing: treatment of rows whose segments have left the cache: "skip" them, with a warning, or
-                "raise".
+    def to_state(self, plan: Plan) -> dict[str, Any]:
+        """Return a plan as a state that any process resumes: the file of its weights is written.
+
+        Blocks: for cache.lock and the disk, if it has weights.
+        Raises: CacheFullError: as of `write_weights`.
         """
-        self.planned = plan if len(plan.seqs) else self.plan_of(plan.epoch)
-        self._missing, self.progress, self._lost_ahead = missing, None, None
+        if plan.weights is not None:
+            with self._store.locked():
+                write_weights(self._store, plan.weights)
+        return plan.to_state()
+
+    def from_state(self, state: dict[str, Any]) -> Plan:
+        """Return the plan of a state, with the weights that it names, for epochs of these options.
+
+        Raises: as `Plan.from_state` and `read_weights`.
+        """
+        options, settings = self._options, self._store.settings
+        name = state.get("weights") if isinstance(state, dict) and state.get("segments") else None
+        weights = read_weights(self._store, name) if name else None
+        return Plan.from_state(
+            state,
+            settings.full_rows,
+            has_buckets=options.budget is not None,
+            packing=options.packing,
+            weights=weights,
+        )
 
     def expected_steps(self) -> int:
         """Return the number of batches of the next epoch, if it began now; at least one.
@@ -262,7 +458,7 @@ class Epochs:
         """
         plan = self.planned
         if not len(plan.seqs):
-            with self.supply.look() as snapshot:
+            with self.available_rows.look() as snapshot:
                 plan = self.plan_of(plan.epoch, snapshot)
         return max(1, self._whole_order(plan).steps)
 
@@ -273,99 +469,75 @@ class Epochs:
         self.next_number, self.progress = plan.epoch + 1, None
         return True
 
-    def begin(self, wait: Wait = Wait()) -> Epoch | None:  # noqa: B008 - it is a value
-        """Begin the next epoch: take its snapshot.
+    def ahead_of(self, epoch: Epoch) -> WorkAhead:
+        rows = self.available_rows
+        chooses = bool(self.meter.chosen_by) and rows.has_functions
+        if not epoch.is_large and not chooses:
+            return super().ahead_of(epoch)
+        steps = min(_AHEAD_STEPS, epoch.order.steps // 2) if chooses else 0
+        looks = rows.store.look_ahead()
+        return looks, itertools.chain(looks, rows.take_ahead(max(1, steps // 2))), steps
 
-        Blocks: until enough rows are published.
-        Returns: the epoch, or None: the wait was cancelled.
-        Raises: LoaderTimeoutError: too few rows came in time. MissingSegmentsError: see `resume`.
-        """
-        self._lost_ahead = None
-        epoch = self._begin(self.planned, wait)
-        if epoch is not None:
-            try:
-                self._come_to(epoch)
-            except BaseException:
-                self.take_back(epoch)
-                epoch.end()
-                raise
-        return epoch
+    def drop_ahead(self) -> None:
+        self.available_rows.drop()
 
-    def begin_after(self, previous: Epoch, wait: Wait | None = None) -> Epoch | None:
-        """Begin the epoch after one whose batches are all under way, before they are delivered.
+    def begin_delivery(self, epoch: Epoch) -> None:
+        if self._shared_plan is not None:
+            self._shared_plan.begin_delivery(epoch.number)
+        self._begin_delivery(epoch)
 
-        This object does not change: an epoch of which no batch is delivered was never begun.
-        Args:
-            wait: None begins it only if there are enough rows now, else returns None.
-        Blocks, Returns, Raises: as `begin`.
-        """
-        return self._begin(self.plan_of(previous.number + 1), wait, ahead=True)
-
-    def take_back(self, epoch: Epoch) -> None:
-        """Let the next epoch be this one, which was begun and of which no batch was asked for."""
-        if epoch is self.progress:
-            self.planned = epoch.planned
-            self._meter.take_back_epoch()
-
-    def came_to(self, epoch: Epoch) -> None:
-        """Record that the first batch of an epoch begun ahead is delivered."""
-        if self._agreement is not None:
-            self._agreement.came_to(epoch.number)
-        self._come_to(epoch)
-
-    def came_to_error(self) -> None:
-        """Record that the consumer got an error, perhaps that of an epoch begun ahead."""
+    def skip_failed(self) -> None:
         if self._lost_ahead == self.next_number:
             self.next_number += 1
 
-    def settle(self) -> bool:
-        """Release the agreement's segments of epochs that all ranks have joined.
+    def note_held_up(self) -> None:
+        if self.progress is not None:
+            self.progress.note_held_up()
 
-        Returns: True if the agreement still holds some.
-        """
-        return self._agreement is not None and self._agreement.settle()
+    def release_joined(self) -> bool:
+        return self._shared_plan is not None and self._shared_plan.release_joined()
 
     def close(self) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._shared_plan is not None:
+            self._shared_plan.close()
 
-    def _come_to(self, epoch: Epoch) -> None:
-        snapshot = epoch.snapshot
-        self._meter.begin_epoch(snapshot.left_out_rows, len(snapshot) - snapshot.selected.size)
-        self.progress = epoch  # first: see `take_back`
-        self.next_number = epoch.number + 1
-        self.supply.warn(snapshot)
+    def _begin_delivery(self, epoch: Epoch) -> None:
+        super()._begin_delivery(epoch)
+        self.available_rows.warn(epoch.snapshot)
 
     def _begin(self, planned: Plan, wait: Wait | None, *, ahead: bool = False) -> Epoch | None:
-        """Return an epoch that owns all that was taken for it; a failure releases all."""
+        if not ahead:
+            self._lost_ahead = None
         options, is_rest = self._options, len(planned.seqs) > 0
         share = 1 / self._shard.world_size if options.packing else 1.0
-        epoch = Epoch(planned, self.supply, self._agreement, self._meter, self._shard, share)
+        epoch = Epoch(planned, self.available_rows, self._shared_plan, self.meter, self._shard, share)
         with ExitStack() as undo:  # Ctrl-C may come anywhere
             undo.enter_context(epoch)
             if is_rest:
-                retake = partial(self.supply.retake, planned)
-                with self._meter.stage("start"):
+                retake = partial(self.available_rows.retake, planned)
+                with self.meter.stage("start"):
                     snapshot = self._agreed(epoch, planned.position, retake)
             elif wait is not None:
-                patience = Patience(
-                    self.supply, options, self._shard.world_size, self._meter, self._agreement
+                patience = RowsWait(
+                    self.available_rows, options, self._shard.world_size, self.meter, self._shared_plan
                 )
                 snapshot = patience.wait(partial(self._take, epoch, ahead=ahead), wait)
             else:
-                with self._meter.stage("start"):
+                with self.meter.stage("start"):
                     snapshot = self._take(epoch, ahead=ahead)
             if snapshot is None:
                 return None
-            with self._meter.stage("start"):
+            with self.meter.stage("start"):
                 lengths = None
                 if self._lengths is not None:
-                    with self._meter.choosing():
-                        lengths = self._lengths.of(snapshot)
+                    with self.meter.choosing():
+                        # an empty row counts as 1
+                        lengths = np.maximum(self._lengths.of_selected(snapshot), 1)
                 plan = planned if is_rest else self.plan_of(planned.epoch, snapshot, lengths)
                 order = self._order(plan, snapshot.segments, self._missing, lengths)
                 epoch.begin(plan.among(snapshot.segments), order)
-            self.supply.known = snapshot.next_seq  # the next epoch counts segments published after this one
+            # The next epoch counts segments published after this one.
+            self.available_rows.known = snapshot.next_seq
             undo.pop_all()
         return epoch
 
@@ -386,7 +558,7 @@ class Epochs:
         plan = Plan(
             epoch=number,
             seed=options.seed,
-            shuffle=options.shuffle,
+            shuffle=options.shuffling,
             epoch_rows=options.epoch_rows,
             window_rows=window_rows,
             block_rows=options.most_rows,
@@ -420,7 +592,7 @@ class Epochs:
                 lengths = np.ones(sum(segment.rows for segment in present), np.int32)
             order = BudgetOrder(plan, present, lengths, options.budget.tokens, self._shard, options.drop_last)
         else:
-            order = order_of(plan, present, options.most_rows, self._order_shard, options.drop_last)
+            order = EvenOrder(plan, options.most_rows, self._order_shard, options.drop_last, present)
         gone = len(plan.seqs) - len(present)
         if order.missing or (gone and plan.weights is not None):
             which = f"{order.missing} rows" if plan.weights is None else "draws from some segments"
@@ -434,7 +606,7 @@ class Epochs:
         return order
 
     def _whole_order(self, plan: Plan) -> Order:
-        return EpochOrder(plan, self._options.most_rows, self._order_shard, self._options.drop_last)
+        return EvenOrder(plan, self._options.most_rows, self._order_shard, self._options.drop_last)
 
     @property
     def _order_shard(self) -> Shard:
@@ -447,16 +619,16 @@ class Epochs:
 
         def take() -> Snapshot | None:
             nonlocal own
-            own = self.supply.take(self._options.needed_rows(self._shard.world_size), epoch.count)
+            own = self.available_rows.take(self._options.needed_rows(self._shard.world_size), epoch.count)
             return own
 
         agreed = None
         try:
-            agreed = self._agreed(epoch, 0, take, ahead=ahead, alone=self.supply.asks)
+            agreed = self._agreed(epoch, 0, take, ahead=ahead, alone=self.available_rows.asks)
         finally:
             if agreed is None or agreed is not own:
                 epoch.give_back()  # nothing was taken, or another rank was first
-            elif self._agreement is not None:
+            elif self._shared_plan is not None:
                 epoch.keep_passes()
         return agreed
 
@@ -470,13 +642,13 @@ class Epochs:
         alone: bool = False,
     ) -> Snapshot | None:
         """Return the snapshot of `take`, or the one that another rank of the same job has taken already."""
-        if self._agreement is None:
+        if self._shared_plan is None:
             snapshot = take()
         else:
             terms = self._options.terms() | {"position": position, "order_version": ORDER_VERSION}
             try:
-                snapshot = self._agreement.snapshot(epoch.number, terms, take, ahead=ahead, alone=alone)
-                self.supply.is_asked_elsewhere = snapshot is None and self._agreement.others_take
+                snapshot = self._shared_plan.snapshot(epoch.number, terms, take, ahead=ahead, alone=alone)
+                self.available_rows.is_asked_elsewhere = snapshot is None and self._shared_plan.others_take
             except CorruptSegmentError:  # the other ranks can read it, and go on to the next one
                 if ahead:
                     self._lost_ahead = epoch.number

@@ -2,32 +2,37 @@
 
 `iter` takes the snapshot, so the epoch has all rows published before it. `next` begins batches ahead,
 which native threads copy, and hands out the oldest: no Python thread takes part in that. One epoch is
-delivered at a time. This module is the face. stream.py is the loop; epoch.py begins epochs; plan.py and
-order.py say which rows a batch has; assembly.py makes batches, in memory of slots.py or view.py;
-temperature.py says how rows are read; parking.py keeps an ended epoch for a second.
+delivered at a time. This module is the face, and has the rules of every loader: how an epoch begins and ends,
+its state, its counts, forks and the interpreter's exit. A loader has an `EpochSource`, which begins epochs,
+and an `Assembly`, which makes their batches: here those of a cache, in torch/loader.py also those of a
+dataset. stream.py is the loop; epoch.py begins epochs; plan.py and order.py say which rows a batch has;
+assembly.py makes batches, in memory of slots.py; columns.py says what each column of a batch is; gather.py
+reads rows.
+
+A face for a framework overrides `_finish`, which converts a batch in the consumer's thread, and names itself
+by `_face` and `_as_dataset`; one with a device also `_memory` and `_hand_out`; one that finds its rank by
+itself `_rank_info`.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
-from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory
-from arrowcache.reading.epoch import Epoch, Epochs
-from arrowcache.reading.iterator import CLOSED, LOADED, NEWER, Batches, EpochIterator
-from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import LoaderArguments, LoaderOptions, takes
+from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory, RowAssembly
+from arrowcache.reading.batch_source import CLOSED, LOADED, NEWER, Batches, EpochIterator
+from arrowcache.reading.columns import Columns
+from arrowcache.reading.epoch import EpochProgress, Epochs, EpochSource
+from arrowcache.reading.options import LoaderArguments, LoaderOptions, RankInfo, takes
 from arrowcache.reading.packing import Packing
-from arrowcache.reading.parking import Parking
 from arrowcache.reading.stats import LoaderStats, Meter
-from arrowcache.reading.stream import BatchStream
-from arrowcache.reading.view import uncopied
-from arrowcache.reading.weights_file import plan_of, state_of
-from arrowcache.storage.cache_lock import once_unlocked
-from arrowcache.storage.counters import CounterPage
+from arrowcache.reading.stream import BatchStream, IdleSnapshots
+from arrowcache.storage.counters import LoaderPage
+from arrowcache.storage.locks import once_unlocked
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.row_ids import row_ids
 
@@ -36,8 +41,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from arrowcache.reading.workers.remote import RemoteAssembly
 
 _CLOSED = "the loader is closed: make a new one"
 _ON_A_DEVICE = (
@@ -59,7 +62,12 @@ class Loader(Closable):
             order); None (oldest first). Batches of "blocks" and None are zero-copy views where they are one
             run of rows.
         seed: selects the order, together with the epoch's number and the segments.
-        columns: names of the columns. None means all.
+        columns: names of the columns. None means all. Or a dict of names, with a function each, or None for
+            a column as it is stored: {"image": decode, "label": None}. A function gets the batch's column,
+            (batch_size, *shape), a list of str or bytes, or `Values`, which it may change. It returns an
+            ndarray with the same first axis, of any further shape and dtype, which takes the column's place.
+            It is called where the transform is, and before it, and counts as one: in a worker thread or
+            process. Its errors are raised in place of the batch.
         drop_last: leave out an incomplete last batch. Otherwise it is short, or padded with the epoch's
             first rows if there are several ranks.
         transform: function called with each batch, ahead, in a worker thread or process. The loader yields
@@ -156,11 +164,29 @@ class Loader(Closable):
             self._store.settings, batch_size, may_view=may_view, packing=self._packing, **arguments
         )
         self._meter = Meter(options.workers, options.shuffle, options.chosen_by)
-        self._epochs = Epochs(self._store, options, self._meter)
-        self._epochs.join(self._membership(begins=False))
-        self._assembly = self._new_assembly()
+        epochs = Epochs(self._store, options, self._meter)
+        epochs.join(self._rank_info(begins=False))
+        self._open(self._store.folder.path, epochs, self._new_assembly(), options.timeout)
+
+    def _open(
+        self,
+        path: Path,
+        epochs: EpochSource[Any],
+        assembly: Assembly,
+        timeout_seconds: float | None,
+    ) -> None:
+        """Have these parts; loaders of other sources than a cache call this in their constructor.
+
+        Args:
+            path: folder of the cache, where other processes find the counts of this loader.
+            epochs: begins the epochs, and counts them.
+            assembly: makes their batches.
+            timeout_seconds: longest wait for a batch. None means no limit.
+        """
+        self._path, self._epochs, self._assembly, self._meter = path, epochs, assembly, epochs.meter
+        self._timeout_seconds = timeout_seconds
         self._origin = Origin()
-        self._parking: Parking | None = None  # while it is in use
+        self._idle_snapshots: IdleSnapshots | None = None  # while it is in use
         self._stream: BatchStream | None = None  # of the iterator that began last
         self._closed = False
         _living.add(self)
@@ -205,8 +231,8 @@ class Loader(Closable):
         """
         progress = self._epochs.progress
         is_begun = progress is not None and not self._is_over(progress)
-        plan = progress.rest() if progress is not None and is_begun else self._epochs.planned
-        return state_of(self._store, plan)
+        plan = progress.remaining() if progress is not None and is_begun else self._epochs.planned
+        return self._epochs.to_state(plan)
 
     def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
         """Let the next `for` finish the epoch of a saved state, then go on with the one after it.
@@ -227,8 +253,7 @@ class Loader(Closable):
             raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
-        has_buckets = self._options.budget is not None
-        plan = plan_of(self._store, state, has_buckets=has_buckets, packing=self._packing)
+        plan = self._epochs.from_state(state)
         if missing == "raise":
             self._epochs.require(plan)
         self._end_current(LOADED)
@@ -244,7 +269,7 @@ class Loader(Closable):
         Returns: (n,), 0 for rows that are not in the epoch.
         Raises: ValueError: no `weights`, or no epoch has begun. TypeError, ValueError: not ids.
         """
-        progress = self._epochs.progress
+        progress: EpochProgress | None = self._epochs.progress
         if progress is None or progress.plan.weights is None:
             raise ValueError("probabilities are those of Loader(weights=...), of an epoch that has begun")
         return progress.plan.probabilities(row_ids(ids))
@@ -257,16 +282,16 @@ class Loader(Closable):
         """
         if self._closed:
             raise ValueError(_CLOSED)
-        options, schema = self._options, self._store.settings.schema
+        options = self._options
         size, where = options.most_rows, options.where
         if options.budget is not None:
             raise ValueError("batch_tokens gathers rows of similar length, which copies them: use batch_size")
-        if options.shuffle not in ("blocks", None):
+        if not options.shuffling.has_runs:
             raise ValueError(
                 f"shuffle={options.shuffle!r} gathers rows from everywhere, which copies them: "
                 "use shuffle='blocks' or None"
             )
-        if copied := [name for name in options.names if name not in uncopied(schema, options.names)]:
+        if copied := [*Columns.of(self._store.settings.schema, options.names).copied.names]:
             raise ValueError(f"columns {copied} become Python objects, which are copies: leave them out")
         with self._store.locked():
             listed = self._store.segments()
@@ -284,8 +309,7 @@ class Loader(Closable):
 
     def stats(self) -> LoaderStats:
         """Return counts of delivered batches, of waits for them, and of samplers' waits for this loader."""
-        if self._epochs.progress is not None:
-            self._epochs.progress.note_held_up()
+        self._epochs.note_held_up()
         slot_bytes, slot_growths = self._assembly.slot_stats()
         return self._meter.stats(slot_bytes, slot_growths, self._assembly.in_progress())
 
@@ -297,10 +321,10 @@ class Loader(Closable):
         """
         self._closed = True
         self._end_current(CLOSED)
-        if (parking := self._parking) is not None:  # another thread may close it, too
+        if (idle_snapshots := self._idle_snapshots) is not None:  # another thread may close it, too
             self._assembly.close()
-            parking.close()
-            self._parking = None
+            idle_snapshots.close()
+            self._idle_snapshots = None
         self._epochs.close()
         self._meter.show_on(None)
 
@@ -345,14 +369,14 @@ class Loader(Closable):
         """Return what slots are made of; loaders for a framework have memory of their own."""
         return MEMORY
 
-    def _new_assembly(self) -> Assembly | RemoteAssembly:
+    def _new_assembly(self) -> Assembly:
         """Return what makes batches."""
         memory = self._memory()
         if not self._options.workers or self._options.worker_type != "process":
-            return Assembly(self._store, self._options, self._meter, memory)
-        from arrowcache.reading.workers import remote  # imports much that other loaders do not need
+            return RowAssembly(self._store, self._options, self._meter, memory)
+        from arrowcache.reading.workers import pool  # imports much that other loaders do not need
 
-        return remote.RemoteAssembly(self._store, self._options, self._meter, memory)
+        return pool.RemoteAssembly(self._store, self._options, self._meter, memory)
 
     def _finish(self, batch: Batch) -> Batch:
         """Convert a batch in the consumer's thread; loaders for a framework override this."""
@@ -360,29 +384,33 @@ class Loader(Closable):
 
     def _hand_out(self, stream: BatchStream) -> Batches:
         """Return the consumer's iterator; loaders for a device have their own."""
-        return EpochIterator(stream, self._options.timeout, self._finish)
+        return EpochIterator(stream, self._timeout_seconds, self._finish)
 
-    def _membership(self, *, begins: bool) -> Membership | None:  # noqa: ARG002
+    def _rank_info(self, *, begins: bool) -> RankInfo | None:  # noqa: ARG002
         """Return the rank known now; loaders for a framework may find another as an epoch begins."""
-        return self._options.membership
+        return self._options.rank_info
 
     def _begin(self, *, endless: bool) -> Batches:
         if self._closed:
             raise ValueError(_CLOSED)
         if not self._origin.is_here:  # threads stayed in the process that forked this one
-            self._origin, self._stream, self._parking = Origin(), None, None
+            self._origin, self._stream, self._idle_snapshots = Origin(), None, None
             self._assembly.after_fork()
+            self._epochs.after_fork()
         self._end_current(NEWER)
-        self._epochs.join(self._membership(begins=True))
+        self._epochs.join(self._rank_info(begins=True))
         try:
-            parking = self._parking
-            if parking is None:
-                page = CounterPage.open(self._store.folder.path, self._options.workers, self._options.shuffle)
+            idle_snapshots = self._idle_snapshots
+            if idle_snapshots is None:
+                page = LoaderPage.open(self._path, self._meter.workers, self._meter.shuffle)
                 self._meter.show_on(page, self._assembly.in_progress)
-                parking = self._parking = Parking(self._epochs.settle, self._assembly.drop)
-            parking.begin()
+                idle_snapshots = self._idle_snapshots = IdleSnapshots(
+                    self._epochs.release_joined, self._assembly.drop
+                )
+            if self._epochs.parks:
+                idle_snapshots.begin()
             self._assembly.prepare()
-            stream = BatchStream(self._epochs, self._assembly, parking, self._meter, endless=endless)
+            stream = BatchStream(self._epochs, self._assembly, idle_snapshots, self._meter, endless=endless)
             try:
                 if not stream.begin(lambda: self._closed) or self._closed:
                     raise ValueError(_CLOSED)
@@ -395,7 +423,7 @@ class Loader(Closable):
             if self._closed:  # closed meanwhile, by another thread or a signal handler
                 self.close()
 
-    def _is_over(self, epoch: Epoch) -> bool:
+    def _is_over(self, epoch: EpochProgress) -> bool:
         """True if an epoch was delivered to its end, and its consumer knows."""
         return epoch.is_delivered and (self._stream is None or self._stream.has_stopped)
 
@@ -404,9 +432,10 @@ class Loader(Closable):
             self._stream.close(because)
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Close all loaders of this process, as it exits."""
     call_all([loader.close for loader in _living if loader._origin.is_here])
 
 
 _living: weakref.WeakSet[Loader] = weakref.WeakSet()
-at_exit(_close_all)
+at_exit(close_all)

@@ -4,6 +4,17 @@ Guarantees: mapped implies leased, by whoever called `acquire`; a mapped file's 
 checked; all caches of a process together map at most half of vm.max_map_count segments and,
 where addresses are limited (RLIMIT_AS), half of those that the rest of the process leaves. A segment
 for which no mapping is left is known, and read without one.
+
+All full segments of a cache have the same layout, and so does everything that `read_structure`
+looks at: headers, footer and offsets of tensors. A `Template` is that part of one file which
+passed the complete check: every byte but the values of its columns and the digits of their
+checksums. Another file of as many bytes and rows in which all those bytes are equal would pass
+with the same `Layout`; for any other file a template says nothing.
+
+That needs a file whose headers do not reach into its values or digits, which a crafted file's
+might. So a template is made only of a file that this Arrow would write bit by bit like that:
+its record batch is written again, by reference, and compared. Files of another writer or with
+variable-length columns, whose offsets are data, have no template.
 """
 
 from __future__ import annotations
@@ -11,23 +22,26 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from arrowcache.arrow.segment import Layout
-from arrowcache.arrow.template import KnownLayouts, Template
+from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.segment import Layout, rewrite
 from arrowcache.lifetimes import Mutex, forgets_in_child, is_exiting, unforked, until_exit
 from arrowcache.limits import Limits
 from arrowcache.linux import most_mappings
 from arrowcache.native import maps
-from arrowcache.native.rows import entries_of
-from arrowcache.reading.segment_arrays import SegmentArrays, are_among
+from arrowcache.native.engine import entries_of
+from arrowcache.native.maps import FileKind
 from arrowcache.storage import mapping
-from arrowcache.storage.layout import SegmentInfo, Settings
+from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.locks import file_identity
+from arrowcache.storage.row_ids import are_among
+from arrowcache.storage.settings import Settings
 from arrowcache.storage.store import Store
 from arrowcache.storage.verification import check_file, unfit
 
@@ -38,6 +52,37 @@ _MAPPED_A_CALL = 128  # segments: some 2 ms, while other threads wait for the GI
 def _most_mapped() -> int:
     most = Limits.current.mapped_segments
     return _HALF if most is None else most
+
+
+class SegmentArrays(NamedTuple):
+    """Segments, oldest first, and an array (n,) of each fact; read-only."""
+
+    segments: tuple[SegmentInfo, ...]
+    seqs: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    published: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, segments: Sequence[SegmentInfo], before: SegmentArrays | None = None) -> SegmentArrays:
+        """Return the arrays of some segments.
+
+        Args:
+            before: arrays of an earlier list; reused where its newest segments are the oldest of this one.
+        """
+        segments = tuple(segments)
+        if before is not None and segments:
+            first = int(before.seqs.searchsorted(segments[0].seq))
+            count = len(before.seqs) - first
+            if segments[:count] == before.segments[first:]:
+                pairs = zip(before[1:], cls.of(segments[count:])[1:], strict=True)
+                return cls(segments, *[np.concatenate((kept[first:], new)) for kept, new in pairs])
+        seqs, rows, nbytes = [_array(segments, name, np.int64) for name in ("seq", "rows", "nbytes")]
+        return cls(segments, seqs, rows, nbytes, _array(segments, "published", np.float64))
+
+
+def _array(segments: Sequence[SegmentInfo], name: str, dtype: type[Any]) -> NDArray[Any]:
+    return np.fromiter(map(attrgetter(name), segments), dtype, len(segments))
 
 
 class _MappedTable(NamedTuple):
@@ -83,11 +128,11 @@ class _MappedTable(NamedTuple):
         return both if (np.diff(both.seqs) > 0).all() else both.some(both.seqs.argsort())
 
 
-class Claim:
+class Hold:
     """Segments that a reader needs mapped, oldest first; it releases them from the oldest on.
 
-    `seqs`: their numbers, ascending. `released`: number of the oldest that are not claimed any more. Before
-    `acquire` none is claimed.
+    `seqs`: their numbers, ascending. `released`: number of the oldest that are not held any more. Before
+    `acquire` none is held.
     """
 
     def __init__(self, seqs: NDArray[np.int64]) -> None:
@@ -104,9 +149,9 @@ class MappedSegments:
         self._known = KnownLayouts(settings.schema)
         self._mutex = Mutex("the mapping of segments")
         self._table = _MappedTable.of(np.zeros(0, np.int64), maps.files("/", ()))
-        self._claims: list[Claim] = []  # of snapshots that may read the segments; replaced as a whole
+        self._holds: list[Hold] = []  # of snapshots that may read the segments; replaced as a whole
         self._doubted: set[int] = set()  # seqs whose read failed, until they are checked again
-        self.last: SegmentArrays | None = None  # of the last snapshot
+        self._arrays: SegmentArrays | None = None  # of the last snapshot
         forgets_in_child(self)
 
     @classmethod
@@ -130,48 +175,53 @@ class MappedSegments:
                 _of_store[store] = found  # it lives as long as a store of the cache
             return found
 
-    def acquire(self, claim: Claim) -> None:
-        """Keep a claim's segments mapped, once they are. The caller leases them until it has released them.
+    def arrays_of(self, segments: Sequence[SegmentInfo]) -> SegmentArrays:
+        """Return facts of a snapshot's segments as arrays. Those of the snapshot before it are reused."""
+        self._arrays = arrays = SegmentArrays.of(segments, self._arrays)
+        return arrays
 
-        All segments are claimed or none, also when Ctrl-C comes in between.
+    def acquire(self, hold: Hold) -> None:
+        """Keep a hold's segments mapped, once they are. The caller leases them until it has released them.
+
+        All segments are held or none, also when Ctrl-C comes in between.
         """
         with self._mutex.held():
-            claim.released, self._claims = 0, [*self._claims, claim]
-        self._let_go()
+            hold.released, self._holds = 0, [*self._holds, hold]
+        self._drain()
 
-    def release(self, claim: Claim, count: int, then: Callable[[], None] = lambda: None) -> None:
-        """Unmap the `count` oldest segments of a claim that no other claim has; then call `then`.
+    def release(self, hold: Hold, count: int, then: Callable[[], None] = lambda: None) -> None:
+        """Unmap the `count` oldest segments of a hold that no other hold has; then call `then`.
 
         `then` ends their lease, and may be called twice: the next call here repeats a release that Ctrl-C cut
         short. The garbage collector may call this at any point of any thread. A thread that is at work here
         completes the release when it is done. While the interpreter
         ends nothing is unmapped or unleased: a thread may still be copying, and the kernel does both.
         """
-        self._mutex.tell((claim, count, then), self._take_in)
+        self._mutex.tell((hold, count, then), self._handle)
 
-    def _let_go(self) -> None:
-        self._mutex.settle(self._take_in)
+    def _drain(self) -> None:
+        self._mutex.drain(self._handle)
 
-    def _take_in(self, released: tuple[Claim, int, Callable[[], None]]) -> bool:
-        claim, count, then = released
+    def _handle(self, released: tuple[Hold, int, Callable[[], None]]) -> bool:
+        hold, count, then = released
         if is_exiting():
             return False
-        if count > claim.released:
+        if count > hold.released:
             try:
-                self._unmap(self._unused(claim, count))
+                self._unmap(self._unused(hold, count))
             except OSError:  # mapped implies leased: try later
                 return False
-            claim.released = count  # last: a release that was cut short is repeated
-        if claim.released == len(claim.seqs):
-            self._claims = [each for each in self._claims if each is not claim]
+            hold.released = count  # last: a release that was cut short is repeated
+        if hold.released == len(hold.seqs):
+            self._holds = [each for each in self._holds if each is not hold]
         then()
         return True
 
-    def _unused(self, claim: Claim, count: int) -> NDArray[np.int64]:
-        """Return the segments that no other claim has, of the `count` oldest that a claim still has."""
-        seqs = claim.seqs[claim.released : count]
-        for other in self._claims:
-            if other is not claim and len(seqs):
+    def _unused(self, hold: Hold, count: int) -> NDArray[np.int64]:
+        """Return the segments that no other hold has, of the `count` oldest that a hold still has."""
+        seqs = hold.seqs[hold.released : count]
+        for other in self._holds:
+            if other is not hold and len(seqs):
                 seqs = seqs[~are_among(seqs, other.seqs[other.released :])]
         return seqs
 
@@ -222,7 +272,7 @@ class MappedSegments:
         """Note that a read of a segment failed: the next `map` checks it anew."""
         with self._mutex.held():
             self._doubted.add(seq)
-        self._let_go()
+        self._drain()
 
     def map_alike(self, segments: Sequence[SegmentInfo], store: Store) -> None:
         """Map acquired segments whose layout is known, if they are not mapped yet; see `known`.
@@ -241,7 +291,7 @@ class MappedSegments:
                 if template is not None:
                     some = [segment for segment in some if segment.seq not in self._doubted]
                     self._map_alike(some, store, template)
-        self._let_go()
+        self._drain()
 
     def _map_alike(self, segments: Sequence[SegmentInfo], store: Store, template: Template) -> None:
         added = self._add(segments, store)
@@ -280,7 +330,7 @@ class MappedSegments:
         with self._mutex.held():
             self._map(segment, store, check_bytes)
             told = self._table.entries(self._table.lines([segment.seq]))
-        self._let_go()
+        self._drain()
         return told
 
     def _map(self, segment: SegmentInfo, store: Store, check_bytes: bool) -> None:
@@ -293,8 +343,8 @@ class MappedSegments:
                 if check_bytes and not table.was_read[line]:
                     self._check(line, file, segment, store, check_bytes)
                 return
-            for claim in self._claims:
-                claim.keeps.append(table.keeps[line].copy())  # `SegmentRows` may know it without a mapping
+            for hold in self._holds:
+                hold.keeps.append(table.keeps[line].copy())  # `SegmentRows` may know it without a mapping
             self._unmap([segment.seq])  # also one that Ctrl-C left, or that has no mapping
         self._add([segment], store)
         (line,) = self._table.lines([segment.seq]).tolist()
@@ -376,8 +426,94 @@ class MappedSegments:
     @until_exit
     def __del__(self) -> None:
         if hasattr(self, "_doubted"):
-            self._let_go()  # a release that was cut short
+            self._drain()  # a release that was cut short
 
 
 _of_store: weakref.WeakKeyDictionary[Store, MappedSegments] = weakref.WeakKeyDictionary()
 _of_identity: weakref.WeakValueDictionary[tuple[int, int], MappedSegments] = weakref.WeakValueDictionary()
+
+
+_MAX_SEEN = 64
+
+
+class Template(NamedTuple):
+    """The bytes that files of one layout have in common.
+
+    `kind` is of the files that have this layout, if they are of as many rows.
+    """
+
+    layout: Layout
+    kind: FileKind
+
+
+def make_template(file: pa.Buffer, schema: Schema, layout: Layout) -> Template | None:
+    """The template of a file that passed `read_structure` with `layout`, or None.
+
+    Args:
+        file: the whole file, mapped; nothing of it is kept.
+    """
+    if schema.variable:
+        return None
+    values = {
+        start: layout.rows * kind.row_bytes
+        for start, kind in zip(layout.fixed, schema.fixed.values(), strict=True)
+    }
+    if file.size - sum(values.values()) > Limits.current.template_bytes:
+        return None
+    pieces, checksums = rewrite(file, schema)
+    parts: list[tuple[int, bytes]] = []
+    position = 0
+    for piece in pieces:
+        if position not in values:
+            if parts and parts[-1][0] + len(parts[-1][1]) == position:
+                parts[-1] = (parts[-1][0], parts[-1][1] + bytes(piece))
+            else:
+                parts.append((position, bytes(piece)))
+        elif values.pop(position) != piece.nbytes:
+            return None
+        position += piece.nbytes
+    same = all(bytes(memoryview(file)[at : at + len(part)]) == part for at, part in parts)
+    if values or position != file.size or not same or not checksums:
+        return None
+    start, footer = parts.pop()
+    if footer.count(checksums) != 1:
+        return None
+    at = footer.index(checksums)
+    end = at + len(checksums)
+    return Template(layout, FileKind(file.size, [*parts, (start, footer[:at]), (start + end, footer[end:])]))
+
+
+class KnownLayouts:
+    """The templates of the layouts that are met most, bounded in number. Not thread-safe."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._templates: dict[tuple[int, int], Template] = {}  # by (bytes, rows), last used last
+        self._seen: dict[tuple[int, int], None] = {}  # met once, oldest first: many never come again
+
+    def find(self, nbytes: int, rows: int) -> Template | None:
+        """Return the template for files of this length and number of rows, or None.
+
+        Without one, a file must be checked completely, like a file of another kind.
+        """
+        template = self._templates.pop((nbytes, rows), None)
+        if template is not None:
+            self._templates[nbytes, rows] = template
+        return template
+
+    def learn(self, file: pa.Buffer, layout: Layout) -> None:
+        """Remember the layout of a mapped file that was checked the complete way."""
+        key = file.size, layout.rows
+        if key in self._templates:
+            return
+        if key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+            return
+        del self._seen[key]
+        template = make_template(file, self._schema, layout)
+        if template is not None:
+            self._templates[key] = template
+            if len(self._templates) > Limits.current.templates:
+                del self._templates[next(iter(self._templates))]

@@ -2,32 +2,35 @@
 
 `Loader` documents each argument. All faces take keyword arguments of the types below; `takes` has `help()`
 and completion show them one by one, and refuses others. Code behind a face never takes a single option: it
-takes the value.
+takes the value. `rank_info` finds a loader's rank and job, from its arguments and the environment.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from inspect import Parameter
 from typing import Any, TypedDict
 
 from arrowcache.arguments import Face, face
+from arrowcache.arrow.expression import is_expression
 from arrowcache.arrow.schema import Schema
 from arrowcache.arrow.segment import row_bytes
-from arrowcache.cgroup import memory_bytes
+from arrowcache.proc import memory_bytes
 from arrowcache.reading.budget import Budget
-from arrowcache.reading.membership import Membership, membership, require_name
+from arrowcache.reading.columns import ColumnFunctions, Columns
 from arrowcache.reading.packing import Packing
-from arrowcache.reading.plan import require_shuffle
-from arrowcache.reading.row_functions import is_expression
-from arrowcache.reading.selection import INCLUDED, require_expected, require_rows, rows_term
-from arrowcache.reading.weighing import require_weights
-from arrowcache.storage.layout import SegmentInfo, Settings, Term
+from arrowcache.reading.row_filter import INCLUDED, require_expected, require_rows, rows_term
+from arrowcache.reading.row_weights import require_weights
+from arrowcache.reading.shuffle import Shuffle
+from arrowcache.storage.layout import SegmentInfo, Term
+from arrowcache.storage.settings import Settings
 from arrowcache.storage.store import Store
 from arrowcache.units import (
-    MOST_COUNTED,
+    MAX_COUNTED,
+    as_int,
     format_bytes,
     parse_bytes,
     parse_count,
@@ -36,9 +39,9 @@ from arrowcache.units import (
 )
 
 WORKER_TYPES = ("process", "thread")
-MOST_BATCH_ROWS = (1 << 31) - 1
-MOST_WORKERS = 256
-MOST_PREFETCHED = 1 << 16
+MAX_BATCH_ROWS = (1 << 31) - 1
+MAX_WORKERS = 256
+MAX_PREFETCHED = 1 << 16
 _BATCH_SIZE = 64  # where nothing else is said
 _TERMS = (
     "batch_size", "batch_tokens", "length_of", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes",
@@ -86,7 +89,7 @@ class LoaderArguments(DatasetArguments, total=False):
 
     shuffle: str | None
     seed: int
-    columns: Sequence[str] | None
+    columns: Sequence[str] | Mapping[str, Callable[[Any], Any] | None] | None
     drop_last: bool
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None
     workers: int
@@ -110,7 +113,7 @@ class LoaderOptions:
     batch_size: int | None = None
     shuffle: str | None = "rows"
     seed: int = 0
-    columns: Sequence[str] | None = None
+    columns: Sequence[str] | Mapping[str, Callable[[Any], Any] | None] | None = None
     drop_last: bool = True
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     workers: int = 0
@@ -134,24 +137,34 @@ class LoaderOptions:
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
+    shuffling: Shuffle = field(init=False)
     budget: Budget | None = field(init=False)  # of a batch, in place of batch_size
     most_rows: int = field(init=False)  # of a batch: batch_size, or as many as a budget has tokens
     window_nbytes: int = field(init=False)  # of a window
 
     def __post_init__(self, settings: Settings) -> None:
-        names = settings.schema.select(self.columns, least=1)
+        transform, functions = self.transform, dict[str, Callable[[Any], Any]]()
+        require_function(transform, "transform")
+        columns: object = self.columns
+        if isinstance(columns, Mapping) and not isinstance(columns, Schema):
+            for name, function in columns.items():
+                require_function(function, f"columns[{name!r}]")
+            functions = {name: function for name, function in columns.items() if function is not None}
+            columns = tuple(columns)
+        names = settings.schema.select(columns, least=1)
+        if functions:
+            transform = ColumnFunctions(functions, transform)
         require_weights(self.weights, settings.schema)
         require_function(self.where, "where")
-        require_function(self.transform, "transform")
-        require_shuffle(self.shuffle)
+        shuffling = Shuffle.named(self.shuffle)
         if self.worker_type not in WORKER_TYPES:
             raise ValueError(f"worker_type={self.worker_type!r} is unknown: use one of {WORKER_TYPES}")
-        if self.weights is not None and self.shuffle != "rows":
+        if self.weights is not None and not shuffling.is_uniform:
             raise ValueError(
                 f"weights= draws rows from everywhere, which is not the order of shuffle={self.shuffle!r}: "
                 "leave shuffle out"
             )
-        if self.window_bytes is not None and self.shuffle != "window":
+        if self.window_bytes is not None and shuffling is not Shuffle.WINDOW:
             raise ValueError(f"window_bytes belongs to shuffle='window', not {self.shuffle!r}: leave it out")
         for flag in ("drop_last", "with_ids", "paced"):
             if not isinstance(value := getattr(self, flag), bool):
@@ -171,15 +184,18 @@ class LoaderOptions:
             "budget": budget,
             "most_rows": batch_size if budget is None else budget.tokens,
             "seed": parse_count(self.seed, "seed", least=0, most=None),
-            "workers": parse_count(self.workers, "workers", least=0, most=MOST_WORKERS),
+            "workers": parse_count(self.workers, "workers", least=0, most=MAX_WORKERS),
             "wait_rows": parse_count(self.wait_rows, "wait_rows"),
             "timeout": _timeout_seconds(self.timeout),
             "names": names,
+            "columns": names,  # with the transform, so that `replace` calls no function twice
+            "transform": transform,
+            "shuffling": shuffling,
             "rows": require_rows(self.rows),
             "expect": require_expected(self.expect, self.rows, self.weights),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
-        for name, most in (("epoch_rows", MOST_COUNTED), ("prefetch", MOST_PREFETCHED)):
+        for name, most in (("epoch_rows", MAX_COUNTED), ("prefetch", MAX_PREFETCHED)):
             if (value := getattr(self, name)) is not None:
                 parsed[name] = parse_count(value, name, most=most)
         for name, value in parsed.items():
@@ -200,15 +216,15 @@ class LoaderOptions:
     @property
     def views(self) -> bool:
         """True if batches that are one run of rows are views."""
-        return self.may_view and self.shuffle in ("blocks", None) and self.budget is None
+        return self.may_view and self.shuffling.has_runs and self.budget is None
 
     @property
-    def membership(self) -> Membership | None:
+    def rank_info(self) -> RankInfo | None:
         """Return the rank and job of the arguments, or None for a single process.
 
         Raises: ValueError, TypeError: an argument does not fit, or is missing.
         """
-        return membership(self.rank, self.world_size, self.run_id)
+        return rank_info(self.rank, self.world_size, self.run_id)
 
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
@@ -280,8 +296,8 @@ def takes(name: str, arguments: type[EpochArguments], instead: Mapping[str, str]
 
 
 def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
-    rows = parse_count(batch_size, "batch_size", most=MOST_BATCH_ROWS)
-    nbytes = rows * sum(schema.fixed[name].row_bytes for name in names if name in schema.fixed)
+    rows = parse_count(batch_size, "batch_size", most=MAX_BATCH_ROWS)
+    nbytes = rows * Columns.of(schema, names).row_bytes
     if nbytes > memory_bytes():
         raise ValueError(
             f"batch_size={batch_size} rows take {format_bytes(nbytes)}, and there are "
@@ -294,3 +310,83 @@ def _timeout_seconds(timeout: float | None) -> float | None:
     if (seconds := parse_seconds(timeout, "timeout")) == 0:
         raise ValueError(f"timeout={timeout!r} leaves no time for any batch: give seconds > 0, or None")
     return seconds
+
+
+_MAX_RANKS = 1 << 20  # a step of all of them is counted in 64 bits
+_NO_ELASTIC_RUN = "none"  # torchrun's TORCHELASTIC_RUN_ID without --rdzv-id
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """The rank of a loader in its run. `local_world_size` ranks read on this node."""
+
+    rank: int
+    world_size: int
+    run: str
+    local_world_size: int
+
+
+def rank_info(rank: int | None, world_size: int | None, run_id: str | None) -> RankInfo | None:
+    """Return the rank and run of a loader, from its arguments and the environment.
+
+    The run is `run_id`, else TORCHELASTIC_RUN_ID (not torchrun's "none"), else
+    MASTER_ADDR:MASTER_PORT; the local ranks are LOCAL_WORLD_SIZE, else all.
+
+    Returns: None for a loader without others to agree with: no rank, or a world of one.
+    Raises: ValueError, TypeError: an argument does not fit, or is missing.
+    """
+    require_name(run_id)
+    if rank is None and world_size is None:
+        if run_id is not None:
+            raise ValueError(f"run_id={run_id!r} is given without a rank: pass rank and world_size, too")
+        return None
+    if rank is None or world_size is None:
+        missing = "rank" if rank is None else "world_size"
+        raise ValueError(f"rank={rank!r} and world_size={world_size!r} go together: pass {missing}, too")
+    rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
+    parse_count(world_size, "world_size", most=_MAX_RANKS)
+    if world_size == 1:
+        return None
+    return RankInfo(rank, world_size, _run(run_id), _local_world_size(world_size))
+
+
+def require_name(run_id: str | None) -> None:
+    """Raises: TypeError: not a text."""
+    if run_id is not None and not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a str, not {run_id!r}")
+
+
+def _integer(value: int, name: str) -> int:
+    if not isinstance(value, bool):
+        try:
+            return as_int(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an int or None, not {value!r}")
+
+
+def _run(run_id: str | None) -> str:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is not None:
+        run: str | None = run_id
+    elif elastic and elastic != _NO_ELASTIC_RUN:
+        run = elastic
+    else:
+        run = f"{address}:{port}" if address and port else None
+    if not run:
+        missing = "neither TORCHELASTIC_RUN_ID nor MASTER_ADDR and MASTER_PORT give one"
+        raise ValueError(
+            f"the ranks of one job need a name in common, and {'run_id is empty' if run == '' else missing}: "
+            "pass run_id=, the same text on all ranks and another one for each job"
+        )
+    return run
+
+
+def _local_world_size(world_size: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"LOCAL_WORLD_SIZE={text!r} must be the number of ranks on this node, or unset")
+    return min(int(text), world_size)  # more processes than ranks: some of them read the same rows

@@ -2,17 +2,18 @@
 
 An order is a function of (segment sizes, seed, epoch, rank, world size): any part of an epoch can
 be computed without what came before, so resuming anywhere costs nothing. An epoch is a stream of
-positions 0, 1, 2, ...: passes over all selected rows (selected.py), one after another, each with a row
-order of its own (shuffle.py). Step `s` of rank `r` takes positions [start + (s * world_size + r) *
-batch_size, ... + batch_size). The stream itself depends on neither batch size (but see `Plan.block_rows`)
-nor ranks: both may be others after a resume. budget.py has the order whose steps differ in their number of
-rows.
+positions 0, 1, 2, ...: passes over all selected rows (row_filter.py), one after another, each with a row
+order of its own (shuffle.py). `Stream` is what is left of it: from the plan's position on, without the rows
+of segments that have left the cache. It depends on neither batch size (but see `Plan.block_rows`) nor
+ranks: both may be others after a resume. `EvenOrder` cuts it: step `s` of rank `r` takes rows
+[(s * world_size + r) * batch_size, ... + batch_size). budget.py has the order whose steps differ in their
+number of rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,13 +21,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.lifetimes import cached_property
 from arrowcache.reading.plan import Plan
-from arrowcache.reading.segment_arrays import are_among
-from arrowcache.reading.selected import Selected
-from arrowcache.reading.shuffle import starts_of
+from arrowcache.reading.row_filter import Selected
+from arrowcache.reading.shuffle import RowOrder, starts_of
 from arrowcache.storage.layout import SegmentInfo
 
-_CHUNK_ROWS = 8192  # of the planned order, looked at at once
+_PART_ROWS = 8192  # of the planned stream, looked at at once where rows are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,152 @@ class Shard:
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size):
             raise ValueError(f"rank={self.rank} must lie in [0, world_size={self.world_size})")
+
+
+class Stream:
+    """The rows of an epoch that are left: which of them comes when, and from which position.
+
+    Nothing is missing of a fresh epoch. Where segments are missing, a pass is looked at in parts, once it is
+    reached. Rows are numbers among the selected rows of the segments that are present. Several threads may
+    ask.
+
+    Args:
+        present: those of the plan's segments that are present, oldest first. None means all.
+    """
+
+    def __init__(self, plan: Plan, present: Sequence[SegmentInfo] | None = None) -> None:
+        self._first, self._end, self._pass_rows = plan.position, plan.stream_rows, plan.pass_rows
+        self._pass = lru_cache(maxsize=2)(plan.row_order)  # the current and the next one
+        self.selected, self.segments = plan.selected, len(plan.rows)
+        self.is_whole = present is None or len(present) == len(plan.seqs)
+        if present is None or self.is_whole:
+            return
+        is_there = plan.are_present(present)
+        self.selected = Selected(plan.seqs[is_there], plan.rows[is_there], plan.bitmaps)
+        self.segments = len(present)
+        starts, present_starts = starts_of(plan.counts), starts_of(plan.counts * is_there)
+        self._present_rows = int(present_starts[-1])  # of a pass
+        self._segments_before = starts_of(is_there)  # present ones before each planned one
+        shift, of_pass, pass_rows = (present_starts - starts)[:-1], self._pass, self._pass_rows
+
+        @lru_cache(maxsize=4)
+        def part(first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            ids = _planned(of_pass, pass_rows, first, stop)
+            segments = starts.searchsorted(ids, side="right") - 1
+            found = is_there[segments]
+            return (ids + shift[segments])[found], found.nonzero()[0] + first
+
+        @lru_cache(maxsize=3)  # the first, the current and the next pass
+        def parts(number: int) -> tuple[list[int], NDArray[np.int64]]:
+            """Return the edges of a pass' parts, and the number of present rows before each."""
+            first = max(number * pass_rows, plan.position)
+            stop = min((number + 1) * pass_rows, plan.stream_rows)
+            edges = [*range(first, stop, _PART_ROWS), stop]
+            return edges, starts_of([len(part(*some)[0]) for some in pairwise(edges)])
+
+        self._part, self._parts = part, parts
+
+    @cached_property
+    def rows(self) -> int:
+        """Return the number of rows that are left, of all ranks together."""
+        if self.is_whole:
+            return self._end - self._first
+        if not self._present_rows or self._first >= self._end:
+            return 0
+        first_pass, last_pass = self._first // self._pass_rows, (self._end - 1) // self._pass_rows
+        rows = self._first_pass_rows
+        if last_pass > first_pass:
+            rows += (last_pass - first_pass - 1) * self._present_rows + int(self._parts(last_pass)[1][-1])
+        return rows
+
+    @cached_property
+    def _first_pass_rows(self) -> int:
+        return int(self._parts(self._first // self._pass_rows)[1][-1])
+
+    def part(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows present at positions first..stop-1 of the planned stream, and their positions."""
+        if not self.is_whole:
+            return self._part(first, stop)
+        return _planned(self._pass, self._pass_rows, first, stop), np.arange(first, stop)
+
+    def runs(self, first: int, size: int, count: int, apart: int) -> NDArray[np.int64] | None:
+        """Return `count` runs of `size` rows whose begins are so far apart; None where that takes longer."""
+        number, place = divmod(self._first + first, self._pass_rows)
+        stop = self._first + first + (count - 1) * apart + size
+        if not self.is_whole or not count or stop > min((number + 1) * self._pass_rows, self._end):
+            return None
+        if apart == size:
+            return self._pass(number)(place, size * count)  # one run of places takes less time
+        return self._pass(number)(place, size, count, apart)
+
+    def ids(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return rows first..last-1 of those left. After the last one comes the first one again.
+
+        Of a whole epoch that is the first row of the epoch.
+        """
+        pieces = [np.empty(0, np.int64)]
+        while first < last:
+            if self.is_whole:
+                position = (self._first + first) % self._end
+                stop = min(position + last - first, self._end)
+                pieces.append(_planned(self._pass, self._pass_rows, position, stop))
+            else:
+                pieces.append(self._from(first % self.rows)[0][: last - first])
+            first += len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the positions in the planned stream of rows first..last-1 of those left."""
+        if self.is_whole:
+            return np.arange(self._first + first, self._first + last)
+        pieces = [np.empty(0, np.int64)]
+        while first < last:
+            pieces.append(self._from(first)[1][: last - first])
+            first += len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def position_after(self, rows: int) -> int:
+        """Return the position in the planned stream after a number of rows."""
+        rows = min(rows, self.rows)
+        if self.is_whole:
+            return self._first + rows
+        return int(self._from(rows - 1)[1][0]) + 1 if rows else self._first
+
+    def segments_span(self, first: int, last: int, end: int) -> range:
+        """Return indices of the present segments in use at positions first..last, if `end` is the last one.
+
+        It is all segments while a later pass will read them.
+        """
+        number = first // self._pass_rows
+        before = number * self._pass_rows
+        if end > before + self._pass_rows:
+            return range(self.segments)
+        order = self._pass(number)
+        start, stop = order.span(first - before).start, order.span(last - before).stop
+        if self.is_whole:
+            return range(start, stop)
+        return range(int(self._segments_before[start]), int(self._segments_before[stop]))
+
+    def _from(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return some of the rows that are left, from one on, and their positions."""
+        number, place = self._first // self._pass_rows, row
+        if row >= self._first_pass_rows:
+            later, place = divmod(row - self._first_pass_rows, self._present_rows)
+            number += 1 + later
+        edges, before = self._parts(number)
+        index = int(before.searchsorted(place, side="right")) - 1
+        ids, positions = self._part(edges[index], edges[index + 1])
+        return ids[place - before[index] :], positions[place - before[index] :]
+
+
+def _planned(of_pass: Callable[[int], RowOrder], pass_rows: int, first: int, stop: int) -> NDArray[np.int64]:
+    """Return the planned rows at positions first..stop-1."""
+    pieces = [np.empty(0, np.int64)]
+    while first < stop:
+        number, place = divmod(first, pass_rows)
+        pieces.append(of_pass(number)(place, min(stop - first, pass_rows - place)))
+        first += len(pieces[-1])
+    return np.concatenate(pieces)
 
 
 class Order(ABC):
@@ -68,7 +215,7 @@ class Order(ABC):
         """Return the number of rows of some steps of this rank."""
 
     @abstractmethod
-    def rest(self, steps: int) -> Plan:
+    def remaining(self, steps: int) -> Plan:
         """Return the part of the plan after a number of steps of all ranks, where a resume goes on."""
 
     @abstractmethod
@@ -83,29 +230,51 @@ class Order(ABC):
 class EvenOrder(Order):
     """An order whose steps all have `batch_size` rows of each rank.
 
+    Rows of missing segments are skipped, and the others are cut into full steps, so that all ranks have the
+    same number.
+
     Args:
-        rows: rows that are left, of all ranks together.
         drop_last: leave out an incomplete last step. Otherwise it is short (one rank), or padded by wrapping
             around to the first rows (several).
+        present: the plan's segments that are present, oldest first. None means all.
     """
 
-    def __init__(self, plan: Plan, rows: int, batch_size: int, shard: Shard, drop_last: bool) -> None:
-        self._plan, self.rows, self.batch_size, self._shard = plan, rows, batch_size, shard
+    def __init__(
+        self,
+        plan: Plan,
+        batch_size: int,
+        shard: Shard,
+        drop_last: bool,
+        present: Sequence[SegmentInfo] | None = None,
+    ) -> None:
+        self._plan = plan = plan if present is None else plan.among(present)
+        self.batch_size, self._shard = batch_size, shard
+        self._stream = Stream(plan, present)
+        self.selected, self.rows = self._stream.selected, self._stream.rows
+        self.is_whole = self._stream.is_whole
         self.step_rows = batch_size * shard.world_size  # of all ranks together
-        whole, rest = divmod(rows, self.step_rows)
+        whole, rest = divmod(self.rows, self.step_rows)
         self.steps = whole if drop_last else whole + (rest > 0)
-        self._is_padded = shard.world_size > 1 and self.steps * self.step_rows > rows
+        self._is_padded = shard.world_size > 1 and self.steps * self.step_rows > self.rows
+        self._end = self.position_after(self.steps)
+
+    @property
+    def missing(self) -> int:
+        return self._plan.stream_rows - self._plan.position - self.rows
 
     def numbers(self, first: int, last: int) -> NDArray[np.int64]:
         """The rows of steps first..last-1, one after another, as numbers among the selected rows.
 
         Returns: ((last - first) * batch_size,), less if the epoch's very last batch is short.
         """
-        steps, shard = max(0, min(last, self.steps) - first), self._shard
+        steps, shard, size = max(0, min(last, self.steps) - first), self._shard, self.batch_size
         start, stop = first * self.step_rows, (first + steps) * self.step_rows
+        runs = self._stream.runs(start + shard.rank * size, size, steps, self.step_rows)
+        if runs is not None:
+            return runs
         if shard.world_size == 1:
-            return self._stream(start, min(stop, self.rows))
-        ids = self._stream(start, stop).reshape(steps, shard.world_size, self.batch_size)
+            return self._stream.ids(start, min(stop, self.rows))
+        ids = self._stream.ids(start, stop).reshape(steps, shard.world_size, size)
         return ids[:, shard.rank].ravel()
 
     def rows_of(self, steps: range) -> int:
@@ -113,185 +282,22 @@ class EvenOrder(Order):
         is_short = self._shard.world_size == 1 and self.steps - 1 in steps
         return rows - max(0, self.steps * self.batch_size - self.rows) if is_short else rows
 
-    def rest(self, steps: int) -> Plan:
+    def remaining(self, steps: int) -> Plan:
         return self._plan.at(self.position_after(steps))
 
-    @abstractmethod
-    def _stream(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return rows first..last-1 of the remaining stream, and after its end the padding rows."""
-
-    @abstractmethod
     def positions(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the positions in the planned stream of rows first..last-1 of the remaining one."""
+        """Return the positions in the planned stream of rows first..last-1 of those left."""
+        return self._stream.positions(first, last)
 
-    @abstractmethod
     def position_after(self, steps: int) -> int:
         """Return the epoch's position after a number of steps of all ranks."""
-
-
-class EpochOrder(EvenOrder):
-    """The order of a plan whose segments are all present; padding repeats the epoch's first rows."""
-
-    def __init__(self, plan: Plan, batch_size: int, shard: Shard, drop_last: bool) -> None:
-        super().__init__(plan, plan.stream_rows - plan.position, batch_size, shard, drop_last)
-        self.selected = plan.selected
-        self._segments = range(len(plan.rows))
-        self._pass_rows = plan.pass_rows
-        self._start, self._end = plan.position, plan.stream_rows
-        self._pass = lru_cache(maxsize=2)(plan.row_order)  # the current and the next one
-
-    def numbers(self, first: int, last: int) -> NDArray[np.int64]:
-        steps, size, apart = max(0, min(last, self.steps) - first), self.batch_size, self.step_rows
-        start = self._start + first * apart + self._shard.rank * size
-        stop = start + (steps - 1) * apart + size
-        number, place = divmod(start, self._pass_rows)
-        if steps and stop <= min((number + 1) * self._pass_rows, self._end):
-            if apart == size:
-                return self._pass(number)(place, size * steps)  # one run of places takes less time
-            return self._pass(number)(place, size, steps, apart)
-        return super().numbers(first, last)
-
-    def _stream(self, first: int, last: int) -> NDArray[np.int64]:
-        pieces = [np.empty(0, np.int64)]
-        while first < last:
-            position = (self._start + first) % self._end
-            number, place = divmod(position, self._pass_rows)
-            count = min(last - first, self._pass_rows - place, self._end - position)
-            pieces.append(self._pass(number)(place, count))
-            first += count
-        return np.concatenate(pieces)
-
-    def positions(self, first: int, last: int) -> NDArray[np.int64]:
-        return np.arange(self._start + first, self._start + last)
-
-    def position_after(self, steps: int) -> int:
-        return min(self._end, self._start + steps * self.step_rows)
+        return self._stream.position_after(steps * self.step_rows)
 
     def segments_span(self, step: int) -> range:
+        segments = self._stream.segments
         if step >= self.steps:
-            return self._segments[len(self._segments) :]
-        first, last = self.position_after(step), self.position_after(step + 1) - 1
-        number = first // self._pass_rows
-        if self._is_padded or self.position_after(self.steps) > (number + 1) * self._pass_rows:
-            return self._segments
-        order, before = self._pass(number), number * self._pass_rows
-        return self._segments[order.span(first - before).start : order.span(last - before).stop]
-
-
-class Present:
-    """The segments of a plan that are still present, and the numbers of their selected rows."""
-
-    def __init__(self, plan: Plan, present: Sequence[SegmentInfo]) -> None:
-        self._starts = starts_of(plan.counts)
-        self._is_there = are_among(plan.seqs, np.array([segment.seq for segment in present], np.int64))
-        self.segments_before = starts_of(self._is_there)  # number of present segments before each planned one
-        self.selected = Selected(plan.seqs[self._is_there], plan.rows[self._is_there], plan.bitmaps)
-        rows = plan.counts * self._is_there
-        self.starts = starts_of(rows)  # of each planned segment, in numbers of present rows
-        self.rows = int(self.starts[-1])
-        self._shift = self.starts[:-1] - self._starts[:-1]
-        self._are_all = bool(self._is_there.all())
-
-    def renumber(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the numbers of the planned rows that are present, among present ones, and a mask of them."""
-        if self._are_all:
-            return ids, np.ones(len(ids), np.bool_)
-        segments = self._starts.searchsorted(ids, side="right") - 1
-        is_there = self._is_there[segments]
-        return (ids + self._shift[segments])[is_there], is_there
-
-
-class ResumedOrder(EvenOrder):
-    """The order of a plan over its segments that are still present.
-
-    Rows of missing segments are skipped, and the remaining rows are cut into full steps anew, so that all
-    ranks have the same number. Every whole pass has the same number of present rows. A pass is taken in
-    chunks, when it is reached. Padding repeats the first rows.
-    """
-
-    def __init__(
-        self, plan: Plan, segments: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
-    ) -> None:
-        self._present = Present(plan, segments)
-        self.selected = self._present.selected
-        self._planned = EpochOrder(plan.at(0), 1, Shard(), drop_last=False)  # steps are positions
-        planned, present, pass_rows = self._planned, self._present, int(plan.counts.sum())
-
-        @lru_cache(maxsize=4)
-        def chunk(first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            """Return the rows present in a part of the planned stream, and their positions."""
-            ids, is_there = present.renumber(planned.numbers(first, stop))
-            return ids, is_there.nonzero()[0] + first
-
-        @lru_cache(maxsize=3)  # the first, the current and the next pass
-        def chunks(number: int) -> tuple[list[int], NDArray[np.int64]]:
-            """Return the bounds of a pass' chunks, and the number of present rows before each."""
-            first = max(number * pass_rows, plan.position)
-            stop = min((number + 1) * pass_rows, plan.stream_rows)
-            edges = [*range(first, stop, _CHUNK_ROWS), stop]
-            counts = [len(chunk(*some)[0]) for some in pairwise(edges)]
-            return edges, starts_of(counts)
-
-        self._chunk, self._chunks, self._pass_rows = chunk, chunks, pass_rows
-        rows = self._first_rows = 0  # rows of the position's pass
-        if self._present.rows and plan.position < plan.stream_rows:
-            self._first_pass, last_pass = plan.position // pass_rows, (plan.stream_rows - 1) // pass_rows
-            rows = self._first_rows = int(self._chunks(self._first_pass)[1][-1])
-            if last_pass > self._first_pass:
-                rows += (last_pass - self._first_pass - 1) * self._present.rows
-                rows += int(self._chunks(last_pass)[1][-1])
-        super().__init__(plan, rows, batch_size, shard, drop_last)
-
-    @property
-    def missing(self) -> int:
-        return self._plan.stream_rows - self._plan.position - self.rows
-
-    def _from(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return some of the remaining rows, from one on, and their positions."""
-        number, place = self._first_pass, row
-        if row >= self._first_rows:
-            later, place = divmod(row - self._first_rows, self._present.rows)
-            number += 1 + later
-        edges, before = self._chunks(number)
-        index = int(before.searchsorted(place, side="right")) - 1
-        ids, positions = self._chunk(edges[index], edges[index + 1])
-        return ids[place - before[index] :], positions[place - before[index] :]
-
-    def _stream(self, first: int, last: int) -> NDArray[np.int64]:
-        return self._stream_and_positions(first, last)[0]
-
-    def _stream_and_positions(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows first..last-1 of the remaining stream, as of `_stream`, and their positions."""
-        ids, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        while first < last:
-            some, their_positions = self._from(first % self.rows)
-            ids.append(some[: last - first])
-            positions.append(their_positions[: last - first])
-            first += len(ids[-1])
-        return np.concatenate(ids), np.concatenate(positions)
-
-    def positions(self, first: int, last: int) -> NDArray[np.int64]:
-        return self._stream_and_positions(first, last)[1]
-
-    def position_after(self, steps: int) -> int:
-        rows = min(steps * self.step_rows, self.rows)
-        return int(self._from(rows - 1)[1][0]) + 1 if rows else self._plan.position
-
-    def segments_span(self, step: int) -> range:
-        before = self._present.segments_before
+            return range(segments, segments)
         if self._is_padded:
-            return range(int(before[-1]))
+            return range(segments)
         first, last = self.position_after(step), self.position_after(step + 1) - 1
-        spans = [self._planned.segments_span(position) for position in (first, max(first, last))]
-        start, stop = min(span.start for span in spans), max(span.stop for span in spans)  # of two passes
-        return range(int(before[start]), int(before[stop]))
-
-
-def order_of(
-    plan: Plan, present: Sequence[SegmentInfo], batch_size: int, shard: Shard, drop_last: bool
-) -> EvenOrder:
-    """Return the order of a plan over the segments still present, with row ids of a snapshot of these."""
-    plan = plan.among(present)
-    if len(present) == len(plan.seqs):
-        return EpochOrder(plan, batch_size, shard, drop_last)
-    return ResumedOrder(plan, present, batch_size, shard, drop_last)
+        return self._stream.segments_span(first, last, self._end)

@@ -22,15 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Ragged, Schema
-from arrowcache.cgroup import memory_bytes
 from arrowcache.limits import Limits
+from arrowcache.proc import memory_bytes
 from arrowcache.reading.shuffle import starts_of
-from arrowcache.units import MOST_COUNTED, format_bytes, parse_count
+from arrowcache.units import MAX_COUNTED, format_bytes, parse_count
 
 POSITION_IDS, DOCUMENT_IDS, LOSS_MASK, CU_SEQLENS = "position_ids", "document_ids", "loss_mask", "cu_seqlens"
 _MADE = (POSITION_IDS, DOCUMENT_IDS, LOSS_MASK, CU_SEQLENS)
 _MADE_BYTES = 8 + 4 + 1  # of a token: its position, document and mask
-_MOST_LENGTH, _MOST_TOKENS = 1 << 24, (1 << 31) - 1  # of a batch: cu_seqlens counts them in int32
+_MAX_LENGTH, _MAX_TOKENS = 1 << 24, (1 << 31) - 1  # of a batch: cu_seqlens counts them in int32
 _PLAIN = ("length", "split", "skip", "before", "sequences")  # of a state
 _VERSION = 1  # of what a state means: raised where the same documents give other sequences
 
@@ -69,13 +69,13 @@ class Packing:
             raise ValueError(f"column {column!r} has the name of what a batch has besides: rename it")
         if not isinstance(split, bool):
             raise TypeError(f"split must be True or False, not {split!r}")
-        tokens = parse_count(length, "length", most=_MOST_LENGTH)
-        sequences = parse_count(batch_size, "batch_size", most=_MOST_TOKENS)
+        tokens = parse_count(length, "length", most=_MAX_LENGTH)
+        sequences = parse_count(batch_size, "batch_size", most=_MAX_TOKENS)
         nbytes = tokens * sequences * (kind.item_bytes + _MADE_BYTES)
-        if tokens * sequences > _MOST_TOKENS or nbytes > memory_bytes():
+        if tokens * sequences > _MAX_TOKENS or nbytes > memory_bytes():
             raise ValueError(
                 f"batch_size={sequences} sequences of length={tokens} take {format_bytes(nbytes)}, and a "
-                f"batch has at most {_MOST_TOKENS} tokens, and {format_bytes(memory_bytes())} of memory: "
+                f"batch has at most {_MAX_TOKENS} tokens, and {format_bytes(memory_bytes())} of memory: "
                 "lower one of them"
             )
         return cls(column, tokens, sequences, split)
@@ -267,7 +267,7 @@ class Within:
         if any(type(number) is not int for number in state["lengths"]):
             raise TypeError("lengths that are no ints")
         lengths = np.array(state["lengths"], np.int64)
-        if (lengths < 0).any() or lengths.sum(dtype=np.float64) > MOST_COUNTED:
+        if (lengths < 0).any() or lengths.sum(dtype=np.float64) > MAX_COUNTED:
             raise ValueError("lengths that cannot be")
         return cls(
             parse_count(state["length"], "length"),

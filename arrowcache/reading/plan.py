@@ -18,27 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.reading.packing import Packing, Within, require_packing
-from arrowcache.reading.segment_arrays import are_among
-from arrowcache.reading.selected import Bitmaps, Selected, counts_of, padding
-from arrowcache.reading.shuffle import Blocks, Permutation, RowOrder, Sequential, Window
-from arrowcache.reading.weights import Draws, Weights
-from arrowcache.storage.layout import MOST_SEQ, SegmentInfo
-from arrowcache.storage.note_lines import Rows
-from arrowcache.units import MOST_COUNTED, parse_count
-
-SHUFFLES = ("rows", "window", "blocks", None)
+from arrowcache.reading.row_filter import Bitmaps, Selected, are_fit
+from arrowcache.reading.row_weights import Draws, Weights
+from arrowcache.reading.shuffle import RowOrder, Shuffle
+from arrowcache.storage.layout import MAX_SEQ, SegmentInfo
+from arrowcache.storage.row_ids import NumberedRows, are_among
+from arrowcache.units import MAX_COUNTED, parse_count
 
 _FORMAT, _VERSION = "arrowcache.loader", 5  # 1 to 4 are of 0.1.0 and what followed it
-_PLAIN = ("epoch", "position", "seed", "shuffle", "epoch_rows", "window_rows", "block_rows")
-_MOST_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
+_PLAIN = ("epoch", "position", "seed", "epoch_rows", "window_rows", "block_rows")
+_MAX_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """An epoch, from a position of its stream (of all ranks together) on.
 
-    `seqs` and `rows` describe its segments, oldest first. It reads the rows that `bitmaps` (selected.py)
-    select, `counts` of each segment: all where there is no bitmap. `shuffle` is "rows" (all of them,
+    `seqs` and `rows` describe its segments, oldest first. It reads the rows that `bitmaps` (row_filter.py)
+    select: all where there is no bitmap. `shuffle` is "rows" (all of them,
     uniformly), "window" (of about `window_rows`), "blocks" (runs of `block_rows`, the batch size at its
     begin), or None (oldest first). `epoch_rows` below the number of rows takes the first of a pass (if
     "rows", a draw without replacement); above, reshuffled passes. None means one pass. With `weights` of the
@@ -52,7 +49,7 @@ class Plan:
 
     epoch: int
     seed: int
-    shuffle: str | None
+    shuffle: Shuffle
     epoch_rows: int | None
     window_rows: int
     block_rows: int
@@ -64,12 +61,15 @@ class Plan:
     within: Within | None = None
     bitmaps: Bitmaps = field(default_factory=dict)
     weights: Weights | None = None
-    counts: NDArray[np.int64] = field(init=False)
     selected: Selected = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counts", counts_of(self.seqs, self.rows, self.bitmaps))
         object.__setattr__(self, "selected", Selected(self.seqs, self.rows, self.bitmaps))
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """The rows of each segment that it reads: (n,)."""
+        return self.selected.counts
 
     @property
     def stream_rows(self) -> int:
@@ -77,14 +77,13 @@ class Plan:
         return int(self.counts.sum()) if self.epoch_rows is None else self.epoch_rows
 
     @property
-    def is_in_order(self) -> bool:
-        """True if segments are read one after another, oldest first."""
-        return self.shuffle in ("window", None)
-
-    @property
     def pass_rows(self) -> int:
         """Return the rows of one pass. Draws by weights are all of one."""
         return int(self.counts.sum()) if self.weights is None else self.stream_rows
+
+    def are_present(self, present: Sequence[SegmentInfo]) -> NDArray[np.bool_]:
+        """True for each of its segments (n,) that is present."""
+        return are_among(self.seqs, np.array([segment.seq for segment in present], np.int64))
 
     def among(self, present: Sequence[SegmentInfo]) -> Plan:
         """Return the plan of draws from those segments that are present; of no draws, if these weigh nothing.
@@ -93,7 +92,7 @@ class Plan:
         """
         if self.weights is None or len(present) == len(self.seqs):
             return self
-        gone = ~are_among(self.seqs, np.array([segment.seq for segment in present], np.int64))
+        gone = ~self.are_present(present)
         weights = Weights(self.weights.of_rows[~np.repeat(gone, self.counts)])
         seqs, rows = self.seqs[~gone], self.rows[~gone]
         bitmaps = {seq: self.bitmaps[seq] for seq in seqs.tolist() if seq in self.bitmaps}
@@ -103,7 +102,7 @@ class Plan:
     def probabilities(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability (n,) of rows (n, 2) to be what one draw gives; 0 of other epochs' rows."""
         assert self.weights is not None
-        numbers, is_there = Rows.of_counts(self.seqs, self.rows).numbers(ids)
+        numbers, is_there = NumberedRows.of_counts(self.seqs, self.rows).numbers(ids)
         numbers, is_selected = self.selected.numbers(numbers)
         found = np.zeros(len(ids))
         found[np.flatnonzero(is_there)[is_selected]] = self.weights.probabilities(numbers)
@@ -114,14 +113,7 @@ class Plan:
         key = (self.epoch, number)
         if self.weights is not None:
             return Draws(self.weights, len(self.counts), self.stream_rows, self.seed, key)
-        match self.shuffle:
-            case "rows":
-                return Permutation(int(self.counts.sum()), self.seed, key, len(self.counts))
-            case "window":
-                return Window(self.counts, self.window_rows, self.seed, key)
-            case "blocks":
-                return Blocks(self.counts, self.block_rows, self.seed, key)
-        return Sequential(self.counts)
+        return self.shuffle.order(self.counts, self.seed, key, self.window_rows, self.block_rows)
 
     def at(self, position: int, *, taken: bytes = b"", within: Within | None = None) -> Plan:
         """Return the plan from a position on."""
@@ -146,8 +138,8 @@ class Plan:
         segments = runs_of(self.seqs, self.rows).tolist()
         selected = [[seq, base64.b64encode(bits).decode()] for seq, bits in self.bitmaps.items()]
         weights = None if self.weights is None else self.weights.name
-        state = {"format": _FORMAT, "version": _VERSION, **plain, "segments": segments}
-        state |= {"selected": selected, "weights": weights}
+        state = {"format": _FORMAT, "version": _VERSION, **plain, "shuffle": self.shuffle.value}
+        state |= {"segments": segments, "selected": selected, "weights": weights}
         if self.within is not None:
             state |= {"within": self.within.to_state()}
         elif self.buckets:
@@ -159,7 +151,7 @@ class Plan:
     def from_state(
         cls,
         state: object,
-        most_rows: int = MOST_COUNTED,
+        most_rows: int = MAX_COUNTED,
         *,
         has_buckets: bool = False,
         packing: Packing | None = None,
@@ -197,7 +189,7 @@ class Plan:
             segments = sum(runs[:, 1].tolist())  # of Python's ints, which do not overflow
             rows = sum(count * rows for _, count, rows in runs.tolist())
             seq = max((first + count for first, count, _ in runs.tolist()), default=0)
-            if (runs < 0).any() or segments > _MOST_SEGMENTS or rows > MOST_COUNTED or seq > MOST_SEQ:
+            if (runs < 0).any() or segments > _MAX_SEGMENTS or rows > MAX_COUNTED or seq > MAX_SEQ:
                 raise ValueError(f"{segments} segments of {rows} rows")
             seqs, rows_of_each = segments_of(runs)
             epoch_rows, within = state["epoch_rows"], state.get("within")
@@ -205,7 +197,7 @@ class Plan:
             plan = cls(
                 epoch=parse_count(state["epoch"], "epoch", least=0),
                 seed=parse_count(state["seed"], "seed", least=0, most=None),
-                shuffle=require_shuffle(state["shuffle"]),
+                shuffle=Shuffle.named(state["shuffle"]),
                 epoch_rows=None if epoch_rows is None else parse_count(epoch_rows, "epoch_rows", least_draws),
                 window_rows=parse_count(state["window_rows"], "window_rows"),
                 block_rows=parse_count(state["block_rows"], "block_rows"),
@@ -234,7 +226,7 @@ class Plan:
         is_begun = len(plan.seqs) > 0 and plan.position < plan.stream_rows
         if weights is not None and len(weights.of_rows) != plan.counts.sum():
             raise ValueError(f"the state is damaged: it has {len(weights.of_rows)} weights of other rows")
-        if not plan._has_fit_bitmaps():
+        if not are_fit(plan.bitmaps, plan.seqs, plan.rows):
             raise ValueError("the state is damaged: the rows that are selected do not fit its segments")
         if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:
             raise ValueError(
@@ -254,15 +246,6 @@ class Plan:
         require_packing(packing, plan.within)
         return plan
 
-    def _has_fit_bitmaps(self) -> bool:
-        rows = dict(zip(self.seqs.tolist(), self.rows.tolist(), strict=True))
-        return all(
-            seq in rows
-            and len(bits) == -(-rows[seq] // 8)
-            and not int.from_bytes(bits, "big") & padding(rows[seq])
-            for seq, bits in self.bitmaps.items()
-        )
-
     def _has_fit_bits(self) -> bool:
         """True if `taken` has as many rows as the position is into its bucket."""
         if not self.buckets or self.position == self.stream_rows:
@@ -272,14 +255,6 @@ class Plan:
         count = int.from_bytes(self.taken, "big").bit_count()
         nbytes = -(-(stop - first) // 8) if self.position > first else 0
         return len(self.taken) == nbytes and count == self.position - first
-
-
-def require_shuffle(name: str | None) -> str | None:
-    """Return the name of a shuffle. Raises: ValueError: there is none of this name."""
-    if name not in SHUFFLES:
-        hint = ", such as 'rows' for True and None for False" if isinstance(name, bool) else ""
-        raise ValueError(f"shuffle={name!r} is unknown: use one of {SHUFFLES}{hint}")
-    return name
 
 
 def runs_of(seqs: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -40,10 +40,9 @@ from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
 from arrowcache.lifetimes import Mutex, forgets_in_child, until_exit
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
-from arrowcache.reading.membership import Membership
+from arrowcache.reading.options import RankInfo
+from arrowcache.reading.row_weights import Weights, read_weights, write_weights
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.weights import Weights
-from arrowcache.reading.weights_file import read_weights, write_weights
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
 from arrowcache.storage.lease import Lease
@@ -57,22 +56,22 @@ _EVERY_EPOCH = range(2**63)
 _numbers: dict[tuple[int, int, int, str, int], Iterator[int]] = {}
 
 
-class Agreement:
-    """One loader's part in the agreement of the ranks of its run. Thread-safe.
+class SharedPlan:
+    """One loader's part in the shared plan of the ranks of its run. Thread-safe.
 
     Args:
-        membership: this rank of the run. Loaders count from 0 for each cache, run and rank of a
+        rank_info: this rank of the run. Loaders count from 0 for each cache, run and rank of a
             process; those of the same number agree, so all ranks make their loaders in one order.
     """
 
     _closed = True  # not made yet
 
-    def __init__(self, store: Store, membership: Membership) -> None:
+    def __init__(self, store: Store, rank_info: RankInfo) -> None:
         self._store = store
-        self._membership = membership
+        self._rank_info = rank_info
         with explaining(store.folder.path):
             status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
-        key = (*file_identity(status), status.st_mtime_ns, membership.run, membership.rank)
+        key = (*file_identity(status), status.st_mtime_ns, rank_info.run, rank_info.rank)
         self._number = next(_numbers.setdefault(key, itertools.count()))
         self._begun: list[range] = []  # runs of epochs that followed one another; a loaded state begins one
         self._has_warned = False
@@ -108,7 +107,7 @@ class Agreement:
                 mapped, or None while there are too few rows. It should not wait itself:
                 by the next call another rank may have begun.
             ahead: True if the rank has not come to this epoch yet, and perhaps never will: ranks work
-                ahead by different amounts. It counts as begun when `came_to` is called.
+                ahead by different amounts. It counts as begun when `begin_delivery` is called.
             alone: True if only one rank at a time is to call `take`, which takes long.
         Returns: the result of `take`, or a snapshot of the segments that another rank took. None if
             `take` returned None, or if another rank calls it now: then `others_take` is True. The caller
@@ -118,10 +117,10 @@ class Agreement:
             them cannot be read here; the other ranks count on its rows. CacheFormatError: the file
             was altered. LockTimeoutError, CacheFullError, OSError, and errors of `take`.
         """
-        self.settle()
+        self.release_joined()
         self._warn_of_absent_ranks()
-        name = ranks_name(self._membership.run, self._number, epoch, self._times_begun(epoch))
-        record = {**terms, "world_size": self._membership.world_size}
+        name = ranks_name(self._rank_info.run, self._number, epoch, self._times_begun(epoch))
+        record = {**terms, "world_size": self._rank_info.world_size}
         self.others_take = False
         with ExitStack() as taking, ExitStack() as undo:
             mine, theirs = None, self._joined(name, epoch, record)
@@ -143,24 +142,24 @@ class Agreement:
             if theirs is not None:
                 self._map(theirs, epoch)
         if not ahead:
-            self.came_to(epoch)
+            self.begin_delivery(epoch)
         return mine if theirs is None else theirs
 
     def show_waiting(self) -> ExitStack:
         """Show that this rank waits for rows, until it is closed or dropped, or this process dies."""
-        return self._store.usage.show_rank(self._waits, self._membership.rank)
+        return self._store.usage.show_rank(self._waits, self._rank_info.rank)
 
     def all_wait(self) -> bool:
         """True if all ranks of this node, which are numbered one after another, wait for rows now."""
-        rank, count = self._membership.rank, self._membership.local_world_size
+        rank, count = self._rank_info.rank, self._rank_info.local_world_size
         first = rank - rank % count
         return self._store.usage.all_shown(self._waits, range(first, first + count))
 
     @property
     def _waits(self) -> str:
-        return f"waits {self._number} {self._membership.run}"
+        return f"waits {self._number} {self._rank_info.run}"
 
-    def came_to(self, epoch: int) -> None:
+    def begin_delivery(self, epoch: int) -> None:
         """Record that this rank has begun an epoch: beginning it once more is agreed on anew."""
         if self._begun and self._begun[-1].stop == epoch:
             self._begun[-1] = range(self._begun[-1].start, epoch + 1)
@@ -172,24 +171,24 @@ class Agreement:
 
     def release(self, epoch: int) -> None:
         """Release the file of an epoch that ended here, at once or when all local ranks have joined."""
-        self._let_go((epoch,))
+        self._release_joined((epoch,))
         self._unlink()
 
-    def settle(self) -> bool:
+    def release_joined(self) -> bool:
         """Release the segments of epochs that all local ranks have begun by now.
 
         Reads a small file for each epoch that not all have begun yet, otherwise nothing. Call it wherever
         a loader gives up segments of its own, and now and then while it is idle.
         Returns: True if an epoch is still held.
         """
-        self._let_go(())
+        self._release_joined(())
         self._unlink()
         return bool(self._held)
 
     def close(self) -> None:
         """Release everything, whoever has joined. Idempotent."""
         self._closed = True
-        self._let_go(_EVERY_EPOCH)
+        self._release_joined(_EVERY_EPOCH)
         self._unlink()
 
     @until_exit
@@ -198,7 +197,7 @@ class Agreement:
             self.close()
 
     def __repr__(self) -> str:
-        return f"<Agreement: loader {self._number} of {self._membership}>"
+        return f"<SharedPlan: loader {self._number} of {self._rank_info}>"
 
     # beginning
 
@@ -225,7 +224,7 @@ class Agreement:
                 if each is not None:
                     undo.callback(each.close)
             file.hold()
-            file.append(joiner_line(self._membership.rank, os.getpid()))
+            file.append(joiner_line(self._rank_info.rank, os.getpid()))
             snapshot = Snapshot(
                 self._store,
                 segments,
@@ -254,7 +253,7 @@ class Agreement:
         seqs = [segment.seq for segment in segments]
         weights = "" if mine.weights is None else mine.weights.name
         data = RanksRecord(terms, seqs, mine.next_seq, mine.left_out_rows, mine.bitmaps, weights).pack()
-        data += joiner_line(self._membership.rank, os.getpid())
+        data += joiner_line(self._rank_info.rank, os.getpid())
         folder.sweep()
         if mine.weights is not None:
             write_weights(self._store, mine.weights, of_ranks=True)
@@ -275,14 +274,15 @@ class Agreement:
     def _hold(self, held: _Held) -> None:
         reference = weakref.ref(self)
 
-        def settle() -> None:  # a writer of this process needs room, and has cache.lock: it sweeps the file
-            if (agreement := reference()) is not None:
-                agreement._let_go(())
+        def release_joined() -> None:
+            # A writer of this process needs room, and has cache.lock: it sweeps the file.
+            if (shared_plan := reference()) is not None:
+                shared_plan._release_joined(())
 
         if held.lease is not None:
-            held.lease.on_contention = settle
+            held.lease.on_contention = release_joined
         self._held.add(held)
-        self._let_go(())  # the last rank to join needs no lease; nor does a closed one
+        self._release_joined(())  # the last rank to join needs no lease; nor does a closed one
 
     def _checked(self, name: str, data: bytes, epoch: int, terms: Mapping[str, Term]) -> RanksRecord:
         """Check the content of a file that some rank holds against this rank's terms, and return it.
@@ -303,7 +303,7 @@ class Agreement:
         ]
         if differences:
             raise ValueError(
-                f"rank {self._membership.rank} does not fit the ranks of run {self._membership.run!r} that "
+                f"rank {self._rank_info.rank} does not fit the ranks of run {self._rank_info.run!r} that "
                 f"began epoch {epoch} before it: {', '.join(differences)}; give all ranks the same, "
                 "or each job a run_id of its own"
             )
@@ -314,11 +314,11 @@ class Agreement:
         segments = [listed[seq] for seq in record.seqs if seq in listed]
         if len(segments) < len(record.seqs):
             raise ValueError(
-                f"rank {self._membership.rank} comes too late to epoch {epoch}: "
+                f"rank {self._rank_info.rank} comes too late to epoch {epoch}: "
                 f"{len(record.seqs) - len(segments)} of its {len(record.seqs)} segments are evicted, since "
-                f"{self._membership.local_world_size} processes had joined; set LOCAL_WORLD_SIZE to the "
+                f"{self._rank_info.local_world_size} processes had joined; set LOCAL_WORLD_SIZE to the "
                 f"number of ranks on this node, and give each job a run_id of its own (it is "
-                f"{self._membership.run!r})"
+                f"{self._rank_info.run!r})"
             )
         return segments
 
@@ -339,17 +339,17 @@ class Agreement:
 
     # ending
 
-    def _let_go(self, ended: Container[int]) -> None:
+    def _release_joined(self, ended: Container[int]) -> None:
         """End epochs, and release all that is not needed any more; waits for nothing.
 
         The garbage collector may call this at any point of any thread.
         """
-        self._mutex.tell(ended, self._take_in)
+        self._mutex.tell(ended, self._handle)
 
-    def _take_in(self, ended: Container[int]) -> None:
+    def _handle(self, ended: Container[int]) -> None:
         for held in self._held.copy():
             held.has_ended |= held.epoch in ended
-            if self._closed or held.is_joined_by(self._membership.local_world_size):
+            if self._closed or held.is_joined_by(self._rank_info.local_world_size):
                 held.unlease()
                 if self._closed or held.has_ended:
                     held.close()
@@ -370,8 +370,8 @@ class Agreement:
             self._has_warned = True
             joined = min(held.joined for held in waiting)
             warn(
-                f"{len(waiting)} epochs ended on rank {self._membership.rank} that only {joined} of "
-                f"{self._membership.local_world_size} ranks on this node have begun; their segments stay "
+                f"{len(waiting)} epochs ended on rank {self._rank_info.rank} that only {joined} of "
+                f"{self._rank_info.local_world_size} ranks on this node have begun; their segments stay "
                 "leased until then: set LOCAL_WORLD_SIZE if fewer ranks read on this node"
             )
 

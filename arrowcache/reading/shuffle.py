@@ -10,6 +10,9 @@ when a pass begins, and no array of all rows is made. Several threads may ask at
 - `Window`: sliding over the segments, oldest first, so that leases end as an epoch moves on.
 - `Blocks`: runs of contiguous rows in random order, which are read at the speed of memory.
 
+`Shuffle` is the choice among these, by the name that users give. All that follows from the choice is asked of
+it: a new shuffle is a class here and a member there.
+
 A change of any order raises ORDER_VERSION, and the version of states in plan.py: an epoch is
 always finished in the order in which it was begun. Ranks agree on the version.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
+from enum import Enum
 
 import numpy as np
 from numpy.random import SeedSequence  # here: NumPy loads it late, and the first batch would wait
@@ -27,6 +31,55 @@ from arrowcache.native.order import KEYS, Drawn, Pass, Runs, Stage
 
 ORDER_VERSION = 2  # raised where plans give another order
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
+
+
+class Shuffle(Enum):
+    """The order of an epoch's rows, by the name that users give."""
+
+    ROWS = "rows"
+    WINDOW = "window"
+    BLOCKS = "blocks"
+    NONE = None
+
+    @classmethod
+    def named(cls, name: object) -> Shuffle:
+        """Return the shuffle of a name. Raises: ValueError: there is none."""
+        for each in cls:
+            if name == each.value:
+                return each
+        hint = ", such as 'rows' for True and None for False" if isinstance(name, bool) else ""
+        raise ValueError(f"shuffle={name!r} is unknown: use one of {tuple(each.value for each in cls)}{hint}")
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    @property
+    def is_in_order(self) -> bool:
+        """True if segments are read one after another, oldest first: leases end as an epoch moves on."""
+        return self in (Shuffle.WINDOW, Shuffle.NONE)
+
+    @property
+    def has_runs(self) -> bool:
+        """True if the rows of a batch are a run of a segment's, and may be a view of its file."""
+        return self in (Shuffle.BLOCKS, Shuffle.NONE)
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if a row may be anywhere in an epoch: the disk is never asked ahead."""
+        return self is Shuffle.ROWS
+
+    def order(
+        self, counts: NDArray[np.int64], seed: int, key: tuple[int, ...], window_rows: int, block_rows: int
+    ) -> RowOrder:
+        """Return the order of one pass over segments with `counts` rows."""
+        match self:
+            case Shuffle.ROWS:
+                return Permutation(int(counts.sum()), seed, key, len(counts))
+            case Shuffle.WINDOW:
+                return Window(counts, window_rows, seed, key)
+            case Shuffle.BLOCKS:
+                return Blocks(counts, block_rows, seed, key)
+        return Sequential(counts)
 
 
 class RowOrder(Pass):

@@ -1,9 +1,9 @@
 """Snapshot: an ordered, leased, immutable list of segments. An epoch reads one.
 
-It owns its lease and its claim on mapped segments. It releases them in reverse order: segments are
+It owns its lease and its hold on mapped segments. It releases them in reverse order: segments are
 unmapped first, then unleased, all at once or oldest first. Rows are numbered 0..len-1, oldest segment first.
 Segments are mapped and checked when their rows are first asked for, or all at once by `map_all`. Rows are
-copied from memory or read from the disk, as the snapshot's `temperature` says.
+copied from memory or read from the disk, as the snapshot's `read_mode` says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -25,31 +25,36 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.convert import require_unmasked
-from arrowcache.arrow.label import labelled
-from arrowcache.cgroup import memory_bytes
+from arrowcache.arrow.segment import labelled
 from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.lifetimes import Closable, Mutex, Origin, cached_property, until_exit
-from arrowcache.native.library import address_of
-from arrowcache.native.rows import SegmentRows
-from arrowcache.reading.gather import Gather, Gatherer, OutsideError, Parts, require_sound, unreadable
-from arrowcache.reading.mapped import Claim, MappedSegments
-from arrowcache.reading.memory import output_arrays
-from arrowcache.reading.segment_arrays import SegmentArrays
-from arrowcache.reading.selected import ALL, Bitmaps, Selected
-from arrowcache.reading.slots import Slot
-from arrowcache.reading.temperature import Temperature
-from arrowcache.reading.values import ColumnData
-from arrowcache.reading.view import Viewer, has_room
-from arrowcache.reading.weights import Weights
+from arrowcache.native.engine import SegmentRows
+from arrowcache.proc import memory_bytes
+from arrowcache.reading import gather
+from arrowcache.reading.columns import (
+    ColumnData,
+    Columns,
+    FixedColumn,
+    RaggedColumn,
+    VariableColumn,
+    has_room_for_view,
+)
+from arrowcache.reading.gather import Parts, PendingRead, ReadMode, RowOutOfRangeError, unreadable
+from arrowcache.reading.mapped import Hold, MappedSegments
+from arrowcache.reading.row_filter import ALL, Bitmaps, Selected
+from arrowcache.reading.slots import BatchMemory, GivenArrays, output_arrays
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.mapping import FileMapping
 from arrowcache.storage.overview import timeline
-from arrowcache.storage.row_ids import found, gone
+from arrowcache.storage.row_ids import NumberedRows, missing_rows_error
 from arrowcache.storage.store import Leased, Store
 from arrowcache.storage.verification import check_file, quarantine, unfit
 from arrowcache.units import format_bytes, format_count, parse_count
+
+if TYPE_CHECKING:
+    from arrowcache.reading.row_weights import Weights
 
 _MAPPED_FIRST, _MAPPED_AT_ONCE = 2, 2048  # segments; two of a layout make the layout known
 _MEMORY_SHARE = 0.75  # of the memory: the part of a cache that fits into the page cache
@@ -85,13 +90,14 @@ class Snapshot(Shown, Closable):
         self._readers = 0
         self._closed = True  # until it owns something
         self._released = 0  # number of the oldest segments that were given up
-        self.temperature = Temperature()  # of its rows; a loader has one for all its epochs
+        self.read_mode = ReadMode()  # of its rows; a loader has one for all its epochs
+        self._columns: dict[tuple[str, ...], Columns] = {}
         self._suspect_below = store.suspect_below()
         self._set_segments(segments)
-        self._claim = Claim(self._seqs)
+        self._hold = Hold(self._seqs)
         self._closed = False
         try:
-            self._mapped.acquire(self._claim)
+            self._mapped.acquire(self._hold)
         except BaseException:  # Ctrl-C
             self.close()
             raise
@@ -126,14 +132,13 @@ class Snapshot(Shown, Closable):
             raise
 
     def _set_segments(self, segments: Sequence[SegmentInfo]) -> None:
-        self._mapped.last = arrays = SegmentArrays.of(segments, self._mapped.last)
+        arrays = self._mapped.arrays_of(segments)
         self._segments, self._seqs, self._published = arrays.segments, arrays.seqs, arrays.published
         self._selected: tuple[Bitmaps, Selected] | None = None  # made when it is asked for
         self._starts = np.concatenate(([0], np.cumsum(arrays.rows)))
         self._length = int(self._starts[-1])
         self._nbytes = int(arrays.nbytes.sum())
         self._rows = SegmentRows(self._starts)
-        self._gatherer = Gatherer(self._store.settings.schema, self._rows)
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
@@ -202,12 +207,11 @@ class Snapshot(Shown, Closable):
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise TypeError(f"row_ids must be a 1-D integer array, not {given.dtype} of shape {given.shape}")
         ids = given.astype(np.int64)  # a copy: nobody changes it while rows are copied
-        schema = self._store.settings.schema
-        names = schema.select(columns)
-        arrays = output_arrays(schema, names, len(ids), out)
+        chosen = self.columns_of(self._store.settings.schema.select(columns))
+        arrays = output_arrays(chosen.memory, len(ids), out)
         try:
-            return self.gather_into(ids, names, arrays)
-        except OutsideError as error:
+            return self.gather_into(ids, chosen, GivenArrays(arrays))
+        except RowOutOfRangeError as error:
             raise self._outside(int(given[error.index])) from None
 
     def _outside(self, row: int) -> IndexError:
@@ -216,41 +220,46 @@ class Snapshot(Shown, Closable):
             return IndexError(f"row {row} was released, as all before {first}: the epoch moved on")
         return IndexError(f"row {row} is outside [0, {len(self)})")
 
-    def gather_into(
-        self, ids: NDArray[np.int64], names: Sequence[str], arrays: Mapping[str, NDArray[Any]]
-    ) -> dict[str, ColumnData]:
-        """`gather` for loaders, which have checked all arguments. `arrays` has the fixed columns.
+    def columns_of(self, names: Sequence[str]) -> Columns:
+        """Return the columns of these names."""
+        key = tuple(names)
+        found = self._columns.get(key)
+        if found is None:
+            found = self._columns[key] = Columns.of(self._store.settings.schema, key)
+        return found
 
-        Raises: OutsideError: a row is outside the snapshot.
+    def gather_into(
+        self, ids: NDArray[np.int64], columns: Columns, memory: BatchMemory
+    ) -> dict[str, ColumnData]:
+        """`gather` for loaders, which have checked all arguments. `memory` has the fixed columns.
+
+        Raises: RowOutOfRangeError: a row is outside the snapshot.
         """
-        out = {name: address_of(array) for name, array in arrays.items()}
         reader = _Reader(self)
         try:
             try:
-                return self._gathered(ids, names, out, arrays, reader)
-            except OutsideError:
+                return self._gathered(ids, columns, memory, reader)
+            except RowOutOfRangeError:
                 self._map_segments_of(ids)
-            return self._gathered(ids, names, out, arrays, reader)
+            return self._gathered(ids, columns, memory, reader)
         finally:
             reader.end()
 
     def _gathered(
-        self,
-        ids: NDArray[np.int64],
-        names: Sequence[str],
-        out: Mapping[str, int],
-        arrays: Mapping[str, NDArray[Any]],
-        reader: _Reader,
+        self, ids: NDArray[np.int64], columns: Columns, memory: BatchMemory, reader: _Reader
     ) -> dict[str, ColumnData]:
-        """`gather_into`; rows of an unknown segment also raise OutsideError."""
-        values: dict[str, ColumnData] = {}
-        is_simple = len(out) == len(names) and not self.temperature.is_cold
-        missed = self._gatherer.copy(ids, out) if is_simple else None
+        """`gather_into`; rows of an unknown segment also raise RowOutOfRangeError."""
+        is_simple = columns.are_fixed and not self.read_mode.is_cold
+        missed = gather.copy(self._rows, ids, columns, memory) if is_simple else None
         if missed is None:
-            gather = self._begin(ids, names, out, arrays, reader).wait()
-            values, missed = gather.values(), gather.missed
-        self.temperature.note(len(ids), missed)
-        return {name: arrays[name] if name in arrays else values[name] for name in names}
+            return gather.read(self._rows, ids, columns, memory, _Reader(self, reader)).result()
+        self.read_mode.note(len(ids), missed)
+        arrays = memory.arrays()
+        return {name: arrays[name] for name in columns.names}
+
+    def read(self, ids: NDArray[np.int64], columns: Columns, slot: BatchMemory) -> PendingRead:
+        """Begin to read rows into a slot, as `gather_into`. The snapshot stays open until the read ends."""
+        return gather.read(self._rows, ids, columns, slot, self._reader_of(ids))
 
     def lengths(self, first: int, last: int, name: str) -> NDArray[np.integer[Any]]:
         """Return the lengths of rows first..last-1, as one column tells them.
@@ -260,91 +269,46 @@ class Snapshot(Shown, Closable):
                 of integers, which are the lengths.
         Blocks: while they come from the disk. Raises: CorruptSegmentError: as `gather`.
         """
-        ids = np.arange(first, last)
-        with (reader := _Reader(self)):
-            self._map_segments_of(ids)
-            return self._gatherer.lengths(ids, name, reader, lambda index: self._doubted(int(ids[index])))
-
-    def begin_gather(self, ids: NDArray[np.int64], names: Sequence[str], slot: Slot) -> Gather:
-        """Begin `gather_into`, with the fixed-width columns in a slot. The snapshot stays open until its end.
-
-        The caller notes the misses in `temperature`.
-        """
-        if not self._rows.is_known:
-            with _Reader(self):
-                self._map_segments_of(ids)
-        return self._begin(ids, names, slot.addresses, slot)
-
-    def _begin(
-        self,
-        ids: NDArray[np.int64],
-        names: Sequence[str],
-        out: Mapping[str, int],
-        keep: object,
-        beside: _Reader | None = None,
-    ) -> Gather:
-        reader = _Reader(self, beside)
-        is_cold = self.temperature.is_cold
-        return self._gatherer.begin(
-            ids,
-            names,
-            out,
-            (keep, reader),
-            lambda index: self._doubted(int(ids[index])),
-            reader.end,
-            is_cold=is_cold,
-            drops=is_cold and self._is_larger_than_memory,
-        )
+        column, ids = self.columns_of([name])[name], np.arange(first, last)
+        assert isinstance(column, FixedColumn | RaggedColumn)
+        return gather.lengths(self._rows, ids, column, self._reader_of(ids))
 
     def find(self, ids: NDArray[np.int64], name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Find the values of a variable-length column of rows (n,), and copy none.
 
         Returns: the bytes of each row's values (n,), and where they begin in their file (n,), in bytes, for
-            `begin_parts`.
+            `read_parts`.
         Blocks: while offsets come from the disk.
         Raises: as `gather_into`.
         """
-        with _Reader(self):
-            if not self._rows.is_known:
-                self._map_segments_of(ids)
-            reader = _Reader(self)
-            gather, found = self._gatherer.find(
-                ids,
-                name,
-                reader,
-                lambda index: self._doubted(int(ids[index])),
-                reader.end,
-                is_cold=self.temperature.is_cold,
-            )
-            gather.wait()
-        require_sound(found, name)
-        return np.diff(found.offsets), found.source
+        column = self.columns_of([name])[name]
+        assert isinstance(column, VariableColumn)
+        return gather.find(self._rows, ids, column, self._reader_of(ids))
 
-    def begin_parts(self, parts: Parts, out: NDArray[np.uint8]) -> Gather:
-        """Begin to copy parts of values that `find` has found. The snapshot stays open until its end.
-
-        The caller notes the misses in `temperature`.
+    def read_parts(self, parts: Parts, out: NDArray[np.uint8], slot: BatchMemory) -> PendingRead:
+        """Begin to read parts of values that `find` has found. The snapshot stays open until the read ends.
 
         Args:
-            out: memory for all parts, in bytes.
+            out: memory of the slot for all parts, in bytes.
         """
+        return gather.read_parts(self._rows, parts, out, slot, _Reader(self))
+
+    def _reader_of(self, ids: NDArray[np.int64]) -> _Reader:
+        """Return a reader of rows, whose segments are mapped."""
         reader = _Reader(self)
-        is_cold = self.temperature.is_cold
-        return self._gatherer.begin_parts(
-            parts,
-            out,
-            reader,
-            lambda index: self._doubted(int(parts.ids[index])),
-            reader.end,
-            is_cold=is_cold,
-            drops=is_cold and self._is_larger_than_memory,
-        )
+        if not self._rows.is_known:
+            try:
+                self._map_segments_of(ids)
+            except BaseException:
+                reader.end()
+                raise
+        return reader
 
     def _map_segments_of(self, ids: NDArray[np.int64]) -> None:
-        """Map the segments of rows that are not mapped yet. Raises: OutsideError: a row is out of range."""
-        self._map_some(self._rows.unknown(self._gatherer.segments_of(ids)))
+        """Map the segments of rows, if they are not. Raises: RowOutOfRangeError: a row is out of range."""
+        self._map_some(self._rows.unknown(gather.segments_of(self._rows, ids)))
 
-    def _doubted(self, row: int) -> str:
+    def _doubt(self, row: int) -> str:
         """Return the name of the segment of a row that could not be read; the next `map` checks it anew."""
         index = int(self._starts.searchsorted(row, side="right")) - 1
         self._mapped.doubt(int(self._seqs[index]))
@@ -354,13 +318,13 @@ class Snapshot(Shown, Closable):
     def _is_larger_than_memory(self) -> bool:
         return self.nbytes > memory_bytes() * _MEMORY_SHARE
 
-    def fetch(self, first: int, last: int, names: Sequence[str]) -> Gather:
+    def fetch(self, first: int, last: int, names: Sequence[str]) -> PendingRead:
         """Ask the disk for columns of rows first..last-1, before they are gathered.
 
         A hint, which ends when it is dropped; the snapshot stays open until then. Rows of segments that were
         not checked yet are left out.
         """
-        return self._gatherer.fetch(first, last, names, _Reader(self))
+        return gather.fetch(self._rows, first, last, self.columns_of(names), _Reader(self))
 
     def rows_before(self, index: int) -> int:
         """Rows of the segments before one."""
@@ -417,10 +381,9 @@ class Snapshot(Shown, Closable):
         """
         if missing not in ("raise", "skip"):
             raise ValueError(f"missing={missing!r} must be 'raise' or 'skip'")
-        segments, is_there = found(ids, self._seqs, self.segment_rows, self.next_seq)
+        positions, is_there = NumberedRows(self._seqs, self._starts).numbers(ids, self.next_seq)
         if missing == "raise" and not is_there.all():
-            raise gone(ids, is_there, self._segments)
-        positions: NDArray[np.int64] = (self._starts[segments] + ids[:, 1])[is_there]
+            raise missing_rows_error(ids, is_there, self._segments)
         return positions
 
     def published(self, ids: NDArray[np.int64]) -> float:
@@ -428,20 +391,21 @@ class Snapshot(Shown, Closable):
         return float(self._published[self._starts.searchsorted(ids, side="right") - 1].mean())
 
     def view(
-        self, first: int, count: int, viewer: Viewer, *, is_fetched: bool = False
+        self, first: int, count: int, columns: Columns, *, is_fetched: bool = False
     ) -> dict[str, ColumnData] | None:
-        """Rows first..first+count-1 as arrays over a mapping of their own, without a copy; see view.py.
+        """Rows first..first+count-1 as arrays over a mapping of their own, without a copy: see columns.py.
 
         Args:
             is_fetched: the disk was asked for the rows: it need not read around them.
-        Returns: the columns, or None if rows lie in several segments, or the process has too many mappings.
+        Returns: the columns that can be views, or None if rows lie in several segments, or the process has
+            too many mappings.
         Raises: CorruptSegmentError: the file was truncated, or the disk does not give its bytes.
         """
         index = int(self._starts.searchsorted(first, side="right")) - 1
         lease = self._lease
         if lease is None or first + count > self._starts[index + 1]:
             return None
-        if not has_room(self._segments[index].nbytes):
+        if not has_room_for_view(self._segments[index].nbytes):
             return None
         with _Reader(self):
             self._map(index)
@@ -452,13 +416,12 @@ class Snapshot(Shown, Closable):
                 folder, (name,) = self._store.files_of((segment,))  # no Path, for each batch
                 path, rows = f"{folder}/{name}", range(start, start + count)
                 layout = self._mapped.layout_of(segment.seq).buffers
-                view = viewer.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
-                return dict(view)
+                return columns.view(path, segment.nbytes, layout, rows, end_lease, sparse=is_fetched)
             except OSError as error:
                 end_lease()
                 if error.errno == errno.EIO:
                     why = "its file was truncated, or the disk does not give its bytes"
-                    raise unreadable(self._doubted(first), why) from None
+                    raise unreadable(self._doubt(first), why) from None
                 return None  # no address space or file descriptor is left
 
     def views(
@@ -478,21 +441,19 @@ class Snapshot(Shown, Closable):
         Raises: ValueError: a copy would be needed: a column of text or bytes, `batch_rows` rows
             that lie in two segments, more views alive than the kernel allows mappings.
         """
-        schema = self._store.settings.schema
-        names = schema.select(columns, least=1)
-        viewer = Viewer(schema, names)
-        if copied := [name for name in names if name not in viewer.names]:
+        chosen = self.columns_of(self._store.settings.schema.select(columns, least=1))
+        if copied := [*chosen.copied.names]:
             raise ValueError(f"columns {copied} are made of Python objects, which are copies: leave them out")
         size = None if batch_rows is None else parse_count(batch_rows, "batch_rows")
         _Reader(self).end()  # raises if it is closed
-        return self._views(size, viewer)
+        return self._views(size, chosen)
 
-    def _views(self, batch_rows: int | None, viewer: Viewer) -> Iterator[dict[str, ColumnData]]:
+    def _views(self, batch_rows: int | None, columns: Columns) -> Iterator[dict[str, ColumnData]]:
         starts = self._starts if batch_rows is None else np.arange(0, len(self), batch_rows)
         for start, stop in itertools.pairwise([*starts.tolist(), len(self)]):
             if start == stop:
                 continue
-            view = self.view(start, stop - start, viewer)
+            view = self.view(start, stop - start, columns)
             if view is None:
                 raise ValueError(
                     f"rows {start} to {stop - 1} cannot be a view: they lie in several segments (choose "
@@ -515,7 +476,7 @@ class Snapshot(Shown, Closable):
         assert self._lease is not None
         lease, last = self._lease, self._segments[-1].seq
         first = self._segments[count].seq if count < len(self._segments) else last + 1
-        self._mapped.release(self._claim, count, lambda: lease.narrow(first, last))
+        self._mapped.release(self._hold, count, lambda: lease.narrow(first, last))
         return True
 
     def map_all(self) -> int:
@@ -530,8 +491,8 @@ class Snapshot(Shown, Closable):
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
                 self._set_segments([self._segments[index] for index in kept])
                 self._put_known(np.arange(len(kept)))
-                before, self._claim = self._claim, Claim(self._seqs)
-                self._mapped.acquire(self._claim)
+                before, self._hold = self._hold, Hold(self._seqs)
+                self._mapped.acquire(self._hold)
                 self._mapped.release(before, len(before.seqs))
         return len(self)
 
@@ -546,7 +507,7 @@ class Snapshot(Shown, Closable):
         """Unmap and unlease. Idempotent; a gather in another thread ends first, undisturbed."""
         if not self._origin.is_here:  # the lock may be held for ever
             self._closed = True
-            self._let_go()
+            self._release()
             return
         with self._lock:
             if self._lease is not None and not self._closed:
@@ -554,7 +515,7 @@ class Snapshot(Shown, Closable):
             self._closed = True
             is_idle = not self._readers
         if is_idle:
-            self._let_go()
+            self._release()
 
     @until_exit
     def __del__(self) -> None:
@@ -597,12 +558,12 @@ class Snapshot(Shown, Closable):
             self._readers, reader.has_ended = self._readers - (not reader.has_ended), True
             last = self._closed and not self._readers
         if last:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         unlease = self._lease.close if self._lease is not None else lambda: None
         if self._origin.is_here:
-            self._mapped.release(self._claim, len(self._claim.seqs), unlease)
+            self._mapped.release(self._hold, len(self._hold.seqs), unlease)
         else:
             unlease()
 
@@ -611,10 +572,10 @@ class Snapshot(Shown, Closable):
         lease = self._lease
         return lease is not None and lease.covers(seq)
 
-    def on_contention(self, let_go: Callable[[], None]) -> None:
-        """Call `let_go` when a writer of this process waits for this snapshot's lease."""
+    def on_contention(self, release: Callable[[], None]) -> None:
+        """Call `release` when a writer of this process waits for this snapshot's lease."""
         if self._lease is not None:
-            self._lease.on_contention = let_go
+            self._lease.on_contention = release
 
     def _map_some(self, indices: NDArray[np.int64], damaged: list[int] | None = None) -> None:
         """Map and check segments; a damaged one is added to `damaged` if given, or else raises."""
@@ -704,6 +665,17 @@ class _Reader:
     def end(self) -> None:
         """End it. Idempotent; call it again after an interrupt."""
         self._snapshot._end_read(self)
+
+    @property
+    def read_mode(self) -> ReadMode:
+        return self._snapshot.read_mode
+
+    @property
+    def drops(self) -> bool:
+        return self._snapshot._is_larger_than_memory
+
+    def doubt(self, row: int) -> str:
+        return self._snapshot._doubt(row)
 
     def __enter__(self) -> None:
         pass

@@ -23,12 +23,13 @@ from arrowcache.display import Bar, Card, Facts, Part, Shown
 from arrowcache.lifetimes import forgets_in_child
 from arrowcache.limits import Limits
 from arrowcache.linux import PAGE_BYTES
+from arrowcache.reading.shuffle import Shuffle
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from arrowcache.reading.portion import ReadyBatch
-    from arrowcache.reading.temperature import Temperature
-    from arrowcache.storage.counters import CounterPage
+    from arrowcache.reading.assembly import ReadyBatch
+    from arrowcache.reading.gather import ReadMode
+    from arrowcache.storage.counters import LoaderPage
 
 STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
@@ -121,7 +122,7 @@ class LoaderStats(Shown):
         if not self.held_up_seconds or self.held_up_seconds < _NO_STALL * self.seconds:
             return self._own_advice()
         in_order = (
-            "" if self.shuffle in ("window", None) else "shuffle='window', which gives up what was read, "
+            "" if Shuffle(self.shuffle).is_in_order else "shuffle='window', which gives up what was read, "
         )
         return (
             f"{self._own_advice()}; but samplers waited {format_seconds(self.held_up_seconds)} for room "
@@ -158,9 +159,9 @@ class LoaderStats(Shown):
         return f"{_ADVICE['start']}, and take them from loader.repeat()"
 
     def _of_the_disk(self) -> str:
-        if self.shuffle in ("window", None):
+        if Shuffle(self.shuffle).is_in_order:
             return "it is read in order already; a faster disk, "
-        if self.shuffle == "blocks":
+        if Shuffle(self.shuffle).has_runs:
             return (
                 "shuffle='window' reads it in order, shuffle='blocks' in short runs of batch_size rows; or a "
                 "larger batch_size, "
@@ -224,7 +225,7 @@ class Meter:
     def __init__(
         self, workers: int = 0, shuffle: str | None = "rows", chosen_by: tuple[str, ...] = ()
     ) -> None:
-        self._workers, self._shuffle, self.chosen_by = workers, shuffle, chosen_by
+        self.workers, self.shuffle, self.chosen_by = workers, shuffle, chosen_by
         self.choosing_seconds, self.repeats = 0.0, False
         self._lock = threading.RLock()  # a signal handler may ask, or close, while its thread is counting
         self.seconds = dict.fromkeys(STAGES, 0.0)
@@ -237,13 +238,13 @@ class Meter:
         self._waits: dict[int, float] = {}
         self._runs: dict[object, float] = {}
         # The next update of the page. During a wait each change is shown, until a batch is delivered.
-        self._page: CounterPage | None = None
+        self._page: LoaderPage | None = None
         self._elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
         self._due, self._shows_a_wait = math.inf, False
         forgets_in_child(self)
 
     def show_on(
-        self, page: CounterPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
+        self, page: LoaderPage | None, elsewhere: Callable[[], Iterable[tuple[str, float]]] = tuple
     ) -> None:
         """Show the counts on a page from now on, or on none. Closes the page before it.
 
@@ -316,13 +317,13 @@ class Meter:
                 self.seconds[name] += more
 
     @contextmanager
-    def reading(self, temperature: Temperature) -> Iterator[None]:
+    def reading(self, read_mode: ReadMode) -> Iterator[None]:
         """Add the time inside to "gather", but the part that waited for the disk to "store".
 
         Args:
-            temperature: tells whether rows were missed in memory; the kernel counts pages of mapped files.
+            read_mode: tells whether rows were missed in memory; the kernel counts pages of mapped files.
         """
-        missed, before = temperature.missed, resource.getrusage(resource.RUSAGE_THREAD)
+        missed, before = read_mode.missed, resource.getrusage(resource.RUSAGE_THREAD)
         started = self.enter("gather")
         try:
             yield
@@ -331,7 +332,7 @@ class Meter:
             now = resource.getrusage(resource.RUSAGE_THREAD)
             cpu_seconds = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
             had_faults = (now.ru_majflt, now.ru_inblock) > (before.ru_majflt, before.ru_inblock)
-            was_on_disk = had_faults or temperature.missed > missed
+            was_on_disk = had_faults or read_mode.missed > missed
             on_disk = max(0.0, wall_seconds - cpu_seconds) if was_on_disk else 0.0
             self.leave({"store": on_disk, "gather": wall_seconds - on_disk})
 
@@ -423,8 +424,8 @@ class Meter:
                 slot_growths=slot_growths,
                 private_bytes=private_bytes,
                 file_bytes=file_bytes,
-                workers=self._workers,
-                shuffle=self._shuffle,
+                workers=self.workers,
+                shuffle=self.shuffle,
                 left_out_rows=self.left_out_rows,
                 unselected_rows=self.unselected_rows,
                 held_up_seconds=self.held_up_seconds,

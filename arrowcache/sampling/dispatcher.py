@@ -1,19 +1,20 @@
-"""Dispatcher: a pool's thread, which begins tasks, collects their results, and retries.
+"""Dispatcher: a pool's options, and its thread, which begins tasks, collects their results, and retries.
 
-It decides when and how often a task is tried; the engine runs and numbers
+It decides when and how often a task is tried. An engine numbers and runs
 tasks: executors.py has the engine of one host. A task that fails is tried again with backoff, then given
 up while the others go on. The pool ends when no task succeeds any more, and at once at a failure that cannot
-pass: see `task.is_settled`.
+pass: see `task.is_permanent`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import random
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,15 +22,101 @@ from arrowcache.errors import log
 from arrowcache.lifetimes import Origin, before_threads_are_joined
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explained
+from arrowcache.pickling import pickled
 from arrowcache.progress import progress_bar
-from arrowcache.sampling.options import PoolOptions
-from arrowcache.sampling.task import Done, Task, failure, require_few
-from arrowcache.storage.cache_lock import once_unlocked
+from arrowcache.sampling.reads import Sampler
+from arrowcache.sampling.task import Done, Task, failure, require_few, require_policy
+from arrowcache.storage.layout import TASK_NAME
+from arrowcache.storage.locks import once_unlocked
+from arrowcache.units import parse_count
 
 _POLL_SECONDS = 0.1
 _BACKOFF_SECONDS = 0.2  # doubled with each retry, with jitter
-_MOST_BACKOFF_SECONDS = 30.0
+_MAX_BACKOFF_SECONDS = 30.0
 _jitter = random.SystemRandom()  # the generators with a state are the user's
+
+_MAX_SEED_BITS = 128
+MAX_READS = 1024  # threads of a worker
+
+
+_SAYS = {  # attributes of samplers
+    "ramp": "False has it fill full segments from the start",
+    "hedge": "True has reads that take unusually long begun again, while they are at work",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The arguments of `SamplerPool`. `sampler` is pickled; `ramp`, `chunk_rows`: as its attributes.
+
+    Raises: ValueError, TypeError: an argument does not fit, or the sampler cannot be pickled.
+    """
+
+    sample: InitVar[Sampler]
+    workers: int
+    seed: int
+    name: str
+    segments: int | None
+    retries: int
+    progress: bool | None
+    reads: int
+    on_error: str
+    sampler: bytes = field(init=False)
+    ramp: bool = field(init=False)
+    chunk_rows: int = field(init=False)
+    digest: bytes = field(init=False)  # tells pickled samplers apart
+    tasks: int | None = field(init=False)  # numbers from this one on have nothing to draw
+    division: str = field(init=False)  # of the samples among tasks; empty: each task draws from all
+
+    def __post_init__(self, sample: Sampler) -> None:
+        if not callable(sample):
+            raise TypeError(f"sample must be a function of a random generator, not {sample!r}")
+        keep = partial(object.__setattr__, self)
+        keep("workers", parse_count(self.workers, "workers"))
+        keep("reads", parse_count(self.reads, "reads", most=MAX_READS))
+        keep("seed", parse_count(self.seed, "seed", least=0, most=None))
+        if self.seed.bit_length() > _MAX_SEED_BITS:
+            raise ValueError(
+                f"seed={self.seed} must be below 2**{_MAX_SEED_BITS}: segments carry it in their names"
+            )
+        if not isinstance(self.name, str) or not TASK_NAME.fullmatch(self.name):
+            raise ValueError(f"name={self.name!r} must be letters, digits, '_', '.' or '-', at most 100")
+        keep("tasks", getattr(sample, "tasks", None))
+        keep("division", getattr(sample, "division", ""))
+        if self.segments is not None:
+            keep("segments", parse_count(self.segments, "segments"))
+        elif self.tasks is not None:
+            keep("segments", self.tasks)
+        keep("retries", parse_count(self.retries, "retries", least=0))
+        require_policy(self.on_error)
+        keep("ramp", getattr(sample, "ramp", True))
+        keep("chunk_rows", parse_count(getattr(sample, "chunk_rows", 1), "the sampler's chunk_rows"))
+        for name, says in _SAYS.items():
+            if not isinstance(given := getattr(sample, name, True), bool):
+                raise TypeError(f"the sampler's {name} must be True or False, not {given!r}: {says}")
+        keep("sampler", pickled(sample, "the sampler {!r}"))
+        keep("digest", hashlib.blake2b(self.sampler, digest_size=16).digest())
+
+    @property
+    def pool(self) -> str:
+        """The name of the pool's file in pools/."""
+        return f"{self.name}.{self.seed}"
+
+    def task(self, number: int, cache: str = "", token: int = 0) -> Task:
+        """Return task `number`, without the sampler. `cache`, `token`: as of `Task`."""
+        return Task(
+            cache,
+            b"",
+            self.pool,
+            self.seed,
+            number,
+            token,
+            ramp=self.ramp,
+            chunk_rows=self.chunk_rows,
+            digest=self.digest,
+            reads=self.reads,
+            skips=self.on_error == "skip",
+        )
 
 
 class Engine(Protocol):
@@ -39,8 +126,8 @@ class Engine(Protocol):
         """Return the number of tasks that may begin now. 0 if all workers have one."""
         ...
 
-    def claim(self, count: int) -> list[Task]:
-        """Claim up to `count` tasks, with numbers that nobody else gets. Empty: there are no more."""
+    def take(self, count: int) -> list[Task]:
+        """Take up to `count` tasks, with numbers that nobody else gets. Empty: there are no more."""
         ...
 
     def begin(self, task: Task) -> None:
@@ -88,7 +175,7 @@ class PoolState:
     failures: int = 0
     drawn: int = 0
     skipped: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # see counts.py
+    counts: Counter[str] = field(default_factory=Counter)  # see reads.py
     fault: str = ""  # of the last sample that was left out
     first_failure: str = ""
     error: BaseException | None = None
@@ -102,12 +189,12 @@ class Dispatcher:
 
     def __init__(self, state: PoolState, engine: Engine, options: PoolOptions) -> None:
         self._state, self._engine, self._retries = state, engine, options.retries
-        self._left = options.segments  # tasks still to be claimed; None: no limit
+        self._left = options.segments  # tasks still to be taken; None: no limit
         self._at_work = 0
         self._is_known = False  # to the interpreter, which ends a forgotten pool as it exits
         self._waiting: list[tuple[float, int, Task]] = []  # heap: when to try again, number, task
         self._failed_in_a_row = 0
-        self._is_settled = False  # a task failed in a way that cannot pass
+        self._is_permanent = False  # a task failed in a way that cannot pass
         self._most_in_a_row = max(options.retries, engine.idle())
         self._bar = progress_bar(
             options.progress, desc=f"sampling {options.name}", unit="seg", total=options.segments
@@ -118,7 +205,7 @@ class Dispatcher:
         try:
             while not state.stopping and (self._refill() or self._at_work or self._waiting):
                 self._collect()
-                if self._is_settled or self._failed_in_a_row > self._most_in_a_row:
+                if self._is_permanent or self._failed_in_a_row > self._most_in_a_row:
                     break  # going on would fail for ever
         except BaseException as error:  # noqa: BLE001  # wait() and stop() raise it
             state.error = explained(error) if isinstance(error, OSError) else error
@@ -151,7 +238,7 @@ class Dispatcher:
             self._begin(heapq.heappop(self._waiting)[2])
             idle -= 1
         while idle > 0 and (self._left is None or self._left > 0):
-            tasks = self._engine.claim(idle if self._left is None else min(idle, self._left))
+            tasks = self._engine.take(idle if self._left is None else min(idle, self._left))
             idle -= len(tasks)
             if self._left is not None:
                 self._left -= len(tasks)
@@ -199,9 +286,9 @@ class Dispatcher:
         state = self._state
         if state.stopping:
             return
-        self._is_settled |= done.settled
-        if task.tries < self._retries and not done.settled:
-            backoff = min(_BACKOFF_SECONDS * 2**task.tries, _MOST_BACKOFF_SECONDS)
+        self._is_permanent |= done.permanent
+        if task.tries < self._retries and not done.permanent:
+            backoff = min(_BACKOFF_SECONDS * 2**task.tries, _MAX_BACKOFF_SECONDS)
             due = time.monotonic() + backoff * _jitter.uniform(0.5, 1.0)
             heapq.heappush(self._waiting, (due, task.number, replace(task, tries=task.tries + 1)))
             with state.lock:

@@ -1,10 +1,23 @@
-"""ExecutorEngine: tasks on an executor of this host, numbered by the cache itself.
+"""Executors: tasks on an executor of this host, numbered by the cache itself; and how a pool numbers them.
 
-It owns the claimed task numbers, a lock on one byte of the pool's file that tells tasks that the pool lives,
-the sign that somebody writes, and the executor if it made it. Of a user's executor it needs `submit` and
-futures, and relies on their results only: Dask calls a running task cancelled, answers a call like one before
-it from memory, and replaces lost workers; processes of concurrent.futures and loky are lost with one of
-theirs.
+`ExecutorEngine` owns the task numbers that it took, a lock on one byte of the pool's file that tells tasks
+that the pool lives, the sign that somebody writes, and the executor if it made it. Of a user's executor it
+needs `submit` and futures, and relies on their results only: Dask calls a running task cancelled, answers a
+call like one before it from memory, and replaces lost workers; processes of concurrent.futures and loky are
+lost with one of theirs.
+
+Numbers are given under cache.lock, each once, in one write to the pool's file: a pool that begins again goes
+on at the next one. For most samplers a task that was stopped is no loss: the next one draws anew. If samples
+are divided among tasks, as those of Items are, its samples are in no other task. So the pool's file lists
+each task that is begun and not published, from the write on that gives its number. Publishing takes it off
+the list, under the same cache.lock that makes its segment appear, so rows that were evicted since are not
+drawn again. The pool that has a task locks a byte of the file, and the kernel drops that lock in whatever way
+the pool ends. So a task on the list is to be drawn if nobody locks its byte and no segment is of it. A
+process that dies between the two steps of publishing leaves a task on the list; it is drawn twice if its
+segment is evicted before the next pool of that name looks.
+
+Another division of the samples, as of a dataset of another length, would be drawn in part only: the division
+is recorded, and pools of another one are refused.
 """
 
 from __future__ import annotations
@@ -18,17 +31,20 @@ from typing import TYPE_CHECKING
 from arrowcache.errors import SamplerError
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
-from arrowcache.sampling.dispatcher import failed
-from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.dispatcher import PoolOptions, failed
 from arrowcache.sampling.task import Done, Task, run
-from arrowcache.storage.layout import alive_byte, tasks_listed
+from arrowcache.storage.counters import seen_samplers, shown_pool
+from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.open_tasks import OpenTasks, require_division
-from arrowcache.storage.progress import seen_samplers, shown_pool
 from arrowcache.storage.store import Store
 
 if TYPE_CHECKING:
     from arrowcache.sampling.workers import Workers
+
+
+from collections.abc import Iterable
+
+from arrowcache.storage.layout import shown, task_byte, tasks_listed
 
 _TOKEN_BITS = 60
 
@@ -51,7 +67,7 @@ class ExecutorEngine:
             self._watch, self._token = self._lock_token()
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
         self._open_tasks = OpenTasks(store, self._pool, self._watch) if options.division else None
-        self._claimed = range(0) if options.division else range(self._token, self._token + 1)
+        self._taken = range(0) if options.division else range(self._token, self._token + 1)
 
     def _lock_token(self) -> tuple[LockFile, int]:
         """Lock the byte that tells this pool's tasks that it lives: no other pool's, dead or alive.
@@ -62,10 +78,10 @@ class ExecutorEngine:
         with self._store.locked():
             require_division(self._store, self._pool, self._options.division)
             if self._options.division:
-                claim(self._store, self._pool, 0)
+                take_numbers(self._store, self._pool, 0)
                 token = secrets.randbits(_TOKEN_BITS)
             else:
-                token = claim(self._store, self._pool, 1)
+                token = take_numbers(self._store, self._pool, 1)
             watch = LockFile(folder.pools / self._pool)
             watch.try_range(alive_byte(token), 1, exclusive=True)
         return watch, token
@@ -73,17 +89,17 @@ class ExecutorEngine:
     def idle(self) -> int:
         return self._options.workers - len(self._running) if self._own is None else self._own.idle()
 
-    def claim(self, count: int) -> list[Task]:
-        """Claim one task: it is soon begun, as an ending pool leaves a gap for a number that is not."""
+    def take(self, count: int) -> list[Task]:
+        """Take one task: it is soon begun, as an ending pool leaves a gap for a number that is not."""
         folder = self._store.folder
         with self._store.locked():
             if self._open_tasks is not None:
-                number = self._open_tasks.claim(self._options.tasks)
+                number = self._open_tasks.take(self._options.tasks)
                 numbers = range(0) if number is None else range(number, number + 1)
-            elif self._claimed:
-                numbers, self._claimed = self._claimed, range(0)
+            elif self._taken:
+                numbers, self._taken = self._taken, range(0)
             else:
-                first = folder.claim_tasks(self._pool, 1)
+                first = folder.take_tasks(self._pool, 1)
                 numbers = range(first, first + 1)
         if self._store.settings.durable:
             folder.sync_tasks(self._pool)  # before the task begins: no task is done twice
@@ -161,19 +177,6 @@ class ExecutorEngine:
         return [done for done in results if done.drawn]
 
 
-def claim(store: Store, pool: str, count: int, least: int = 0) -> int:
-    """Claim a pool's first numbers in a cache; under cache.lock. Returns the first of `count`.
-
-    Args:
-        least: lower bound of the numbers; published numbers are another one, as a power cut may have lost
-            the number.
-    """
-    if not store.folder.has_pool(pool):
-        store.require_room(1)  # for its file
-    published = max(tasks_listed(pool, store.segments()), default=-1)
-    return store.folder.claim_tasks(pool, count, max(least, published + 1))
-
-
 def _elsewhere(task: Task) -> SamplerError:
     """Return the error of a task that ended as if its pool had: it saw nobody hold this pool's lock."""
     return SamplerError(
@@ -186,3 +189,86 @@ def _own(workers: int) -> Workers:
     from arrowcache.sampling.workers import Workers  # imports much that others do not need
 
     return Workers(workers)
+
+
+def take_numbers(store: Store, pool: str, count: int, least: int = 0) -> int:
+    """Take the next numbers of a pool. Returns the first of `count`.
+
+    Args:
+        least: lower bound of the numbers; published numbers are another one, as a power cut may have lost
+            the number.
+    """
+    if not store.folder.has_pool(pool):
+        store.require_room(1)  # for its file
+    published = max(tasks_listed(pool, store.segments()), default=-1)
+    return store.folder.take_tasks(pool, count, max(least, published + 1))
+
+
+class OpenTasks:
+    """The open tasks of a pool in one cache, and those of them that this pool has.
+
+    Args:
+        locks: the pool's file, open; closing it lets other pools have the tasks.
+    """
+
+    def __init__(self, store: Store, pool: str, locks: LockFile) -> None:
+        self._store, self._pool, self._locks = store, pool, locks
+        self._own: set[int] = set()  # also those that were given up: the next pool tries them again
+
+    def take(self, tasks: int | None) -> int | None:
+        """Take the lowest task that nobody has, else the next number. None: there is none below `tasks`.
+
+        Raises: CacheFormatError: too many are open, or the file is damaged.
+        """
+        folder = self._store.folder
+        listed = folder.returned_tasks(self._pool)
+        self._release(self._own.difference(listed))
+        left = [number for number in listed if number not in self._own]
+        published = tasks_listed(self._pool, self._store.segments()) if left else set()
+        for number in left:
+            if number in published:  # who published it died just then
+                folder.end_task(self._pool, number)
+            elif (tasks is None or number < tasks) and self.hold(number):
+                return number
+        number = folder.take_tasks(self._pool, 0)
+        if tasks is not None and number >= tasks:
+            return None
+        folder.take_tasks(self._pool, 1, returned=True)
+        self.hold(number)
+        return number
+
+    def hold(self, number: int) -> bool:
+        """Take a task, unless another pool has it. Idempotent."""
+        if not self._locks.try_range(task_byte(number), 1, exclusive=True):
+            return False
+        self._own.add(number)
+        return True
+
+    def _release(self, numbers: Iterable[int]) -> None:
+        """Unlock tasks that are published."""
+        for number in numbers:
+            self._locks.unlock_range(task_byte(number), 1)
+            self._own.discard(number)
+
+
+def require_division(store: Store, pool: str, division: str) -> None:
+    """Record how a new pool's samples are divided among its tasks.
+
+    Args:
+        division: empty where each task draws from all.
+    Raises: ValueError: earlier tasks of this pool were of another division.
+    """
+    folder = store.folder
+    recorded = folder.read_division(pool)
+    if recorded == division:
+        return
+    if recorded or folder.has_pool(pool):
+        others, these = (
+            shown(each) or "a sampler whose tasks draw from all there is" for each in (recorded, division)
+        )
+        raise ValueError(
+            f"pool {pool} of this cache drew from {others}, and is now to draw from {these}: some samples "
+            "would come twice, or never. Pass another name= to SamplerPool, or another seed="
+        )
+    store.require_room(1)  # for the file
+    folder.write_division(pool, division, durable=store.settings.durable)

@@ -25,12 +25,11 @@ from arrowcache.display import Card, Facts, Shown
 from arrowcache.errors import LoaderTimeoutError, SamplerError
 from arrowcache.lifetimes import finalizer
 from arrowcache.os_errors import start
-from arrowcache.sampling.counts import seconds_of
-from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolState, drop, shut_down
+from arrowcache.sampling.dispatcher import Dispatcher, Engine, PoolOptions, PoolState, drop, shut_down
 from arrowcache.sampling.executors import ExecutorEngine
-from arrowcache.sampling.options import PoolOptions, fitted
-from arrowcache.sampling.reads import Sampler
-from arrowcache.storage.progress import SeenReads
+from arrowcache.sampling.reads import Sampler, seconds_of
+from arrowcache.sampling.task import fitted
+from arrowcache.storage.counters import ReadCounts
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.units import format_bytes, format_count, format_seconds, parse_count, parse_seconds
 
@@ -54,7 +53,8 @@ class PoolStats(Shown):
 
     The others are of tasks that are done. `usual_read_seconds` is the median of a read that a sampler yields
     or a source plans, `slow_read_seconds` the 99th percentile, both to some 5 %; 0.0 if there was none.
-    `read_retries` are further attempts at reads, `hedges` reads begun once more as they took long.
+    `reads_done` gave something; `read_retries` are further attempts at reads, `hedges` reads begun once more
+    as they took long.
     `fetched_bytes` came from the store: decoded chunks, row groups and ranges of ready sources, else what
     reads returned. All workers together drew for `drawing_seconds`, and waited for reads for
     `reading_seconds` of these, and had a processor for `cpu_seconds`; `advice` is drawn from them.
@@ -78,6 +78,7 @@ class PoolStats(Shown):
     drawing_seconds: float = 0.0
     reading_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    reads_done: int = 0
 
     @property
     def advice(self) -> str:
@@ -114,8 +115,8 @@ class PoolStats(Shown):
             *([("advice", self.advice)] if self.advice else []),
         ]
 
-    def _reads(self) -> SeenReads:
-        return SeenReads(
+    def _reads(self) -> ReadCounts:
+        return ReadCounts(
             self.reads_at_work,
             self.usual_read_seconds,
             self.slow_read_seconds,
@@ -126,6 +127,7 @@ class PoolStats(Shown):
             self.reading_seconds,
             self.cpu_seconds,
             self.waiting_seconds,
+            self.reads_done,
         )
 
 
@@ -198,6 +200,7 @@ class Pool:
             drawing_seconds=counts.get("drawing_seconds", 0.0),
             reading_seconds=counts.get("reading_seconds", 0.0),
             cpu_seconds=counts.get("cpu_seconds", 0.0),
+            reads_done=int(counts.get("reads", 0)),
         )
 
     def wait(
@@ -321,10 +324,13 @@ class SamplerPool(Pool):
         cache: a Cache, or the path of one.
         sample: `sample(rng) -> iterable of reads or samples`, a function or callable object that cloudpickle
             can pickle. It is unpickled once a worker. Task k's samples are a pure function of (sample, seed,
-            k). A sampler whose attribute `ramp` is False fills full segments from the start, as sources do
+            k). Reads of a task begin while those of the one before end, unless `sample` sets attributes of
+            its own as it draws. Lists, dicts and variables elsewhere that it changes are shared by both: keep
+            what is of one task in the generator's variables.
+            A sampler whose attribute `ramp` is False fills full segments from the start, as sources do
             that read whole groups of samples; one whose attribute `chunk_rows` is n fills small ones with a
             multiple of n rows, such as of what is read at once. Of one whose attribute `hedge` is True, as
-            that of ready sources, a read that takes longer than 50 ms and four times the usual is begun once
+            that of ParquetRows, a read that takes longer than 50 ms and four times the usual is begun once
             more in another thread, at most one in ten, and the first success counts: reads that change
             nothing may run twice.
         workers: number of tasks drawn at a time.

@@ -13,30 +13,43 @@ beside those of `reads` reads. A sampler that yields no callable costs none of t
 It must never have more threads than `reads`: a read that was given up keeps its thread until it returns.
 Of samplers with `hedge = True` a read that takes unusually long is begun once more, in another thread, and
 the first success is taken (Dean and Barroso, "The Tail at Scale", CACM 56(2), 2013: "hedged requests").
+What users' functions make of it is made once.
+
+`Counts` are of a worker, by name, and added up for a pool:
+
+    reads, retries, hedges  numbers of reads that gave something, of further attempts, of those begun again
+    fetched_bytes           of the store, as far as it can be told, else of what reads returned
+    reading_seconds         that tasks waited for a read
+    drawing_seconds         of tasks, but for those that they waited for room
+    waiting_seconds         for room
+    cpu_seconds             of tasks and reads, in their own threads
+    drawn_bytes             of segments
+    took N                  reads that took about that long: see `seconds_of`
 """
 
 from __future__ import annotations
 
+import dis
 import gc
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache, partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from arrowcache.errors import SamplerError
-from arrowcache.lifetimes import Origin
+from arrowcache.lifetimes import Origin, forgets_in_child
 from arrowcache.limits import Limits
 from arrowcache.os_errors import start
-from arrowcache.sampling.counts import Counts, tally
-from arrowcache.sampling.retries import Retries, is_fault, settled
-from arrowcache.sampling.rows import Rows
+from arrowcache.sampling.retries import Retries, is_fault, mark_permanent, tally
 
 Values = Mapping[str, Any]
 Read = Callable[[], Values]
@@ -44,33 +57,62 @@ Read = Callable[[], Values]
 Sampler = Callable[["np.random.Generator"], Iterable[Values | Read]]
 
 T = TypeVar("T")
+S = TypeVar("S")
 
-MOST_EMPTY_CALLS = 3  # of a sampler in a row
-_MOST_FAULTS = 100  # of samples that are tried for a schema
+MAX_EMPTY_CALLS = 3  # of a sampler in a row
+_MAX_FAULTS = 100  # of samples that are tried for a schema
 _LOOK_SECONDS = 0.2  # between two looks at the pool, while a sample is read
+_QUEUE_SECONDS = 0.01  # between two looks at a queue that has as many reads as there are threads
+_AT_ONCE = 16  # calls of `at_once`, each of which waits for a store
 _ESTIMATE_READS = 8  # results of about so many reads tell of the next ones
 _LATE_TIMES = 4  # the usual time, after which a read is late
 _READS_PER_HEDGE = 10  # begun, at least, for each that is begun again
 _STEP = 1.05  # of the running median: up where a read took longer, else down
+_MAX_PARTS = 200  # of a read, that are looked at
+_SETS = ("STORE_DEREF", "DELETE_DEREF")
+_FUNCTIONS = (FunctionType, MethodType, partial)
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
+
+_STEPS_A_DOUBLING = 8  # of the time that a read took: they tell it to 5 %
+_MIN_TOOK_SECONDS = 1e-5
+_TOOK = "took "
+
+
+class Rows(dict[str, Any]):
+    """Many samples: each field has a leading axis of the same length.
+
+    `yield Rows(image=images, label=labels)` in a sampler is the same as yielding each row by itself, and
+    takes a fraction of the time. Numbers are arrays `(n, *shape)`; text, bytes and ragged fields are lists of
+    n values. A segment that has room for some of them takes the first ones and drops the rest, as it
+    drops a single sample that no longer fits: the next task draws anew.
+    """
+
+    def split(self) -> Iterator[dict[str, Any]]:
+        """Yield each sample by itself, with views of the arrays."""
+        names = list(self)
+        for values in zip(*self.values(), strict=True):
+            yield dict(zip(names, values, strict=True))
 
 
 class _Pending:
     """A call on its way. `is_over`: no further attempt is of use."""
 
     __slots__ = (
-        "began", "drawn", "ended", "error", "has_ended", "held_bytes", "is_over", "may_repeat", "read",
-        "runs", "values",
+        "began", "drawn", "ended", "error", "has_ended", "held_bytes", "is_over", "may_repeat", "more_bytes",
+        "read", "read_seconds", "runs", "sole", "values", "variables",
     )  # fmt: skip
 
     def __init__(
         self, read: Callable[[], Any], drawn: str = "", held_bytes: int = 0, *, may_repeat: bool = False
     ) -> None:
         self.read, self.drawn, self.held_bytes, self.may_repeat = read, drawn, held_bytes, may_repeat
+        self.more_bytes = 0  # of its result, than held_bytes, which were guessed
+        self.variables: Sequence[_Variable] = ()  # see `require_bound`
         self.values: Any = None
         self.error: BaseException | None = None
-        self.began = 0.0
+        self.began = self.read_seconds = 0.0
         self.runs = 1  # that have not ended; 2 where it was begun again
+        self.sole: int | None = None  # the thread whose run alone goes on: see `go_on_alone`
         self.is_over = self.has_ended = False
         self.ended = threading.Lock()  # locked until then
         self.ended.acquire()
@@ -82,17 +124,15 @@ class _Pending:
 
 
 class _Ready(NamedTuple):
-    """A sample that was yielded as such. `drawn` is None unless it is behind reads."""
+    """A sample that was yielded as such, or an exception of the sampler, or of a sample that it cannot give.
 
-    values: Values
+    `drawn` is None of a sample that is not behind reads: it does not wait.
+    """
+
+    values: Values | None
     drawn: str | None
-
-
-class _Raised(NamedTuple):
-    """An exception of the sampler, or of a sample that it cannot give, behind reads."""
-
-    error: Exception
-    drawn: str
+    held_bytes: int = 0
+    error: Exception | None = None
     is_of_sample: bool = False
 
 
@@ -110,6 +150,11 @@ class _Held:
     """The bytes that results of reads take in this process, begun or waiting, as far as they can be told."""
 
     def __init__(self) -> None:
+        self.forget_in_child()
+        forgets_in_child(self)
+
+    def forget_in_child(self) -> None:
+        """Begin with none: the parent's reads do not go on there."""
         self.nbytes, self._lock = 0, threading.Lock()
 
     def add(self, nbytes: int) -> None:
@@ -182,6 +227,20 @@ class Threads:
         (self._asked.appendleft if pending.began else self._asked.append)(pending)
         self._ask.put(None)
 
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Make a call soon. Returns: its result to come. Raises: WorkerError: no thread can be started."""
+        future: Future[T] = Future()
+
+        def make() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  # who waits for the future is told
+                    future.set_exception(error)
+
+        self.submit(_Pending(make))
+        return future
+
     def hedge(self) -> float:
         """Begin late reads once more, those that may be, and at most a tenth.
 
@@ -227,12 +286,25 @@ class Threads:
                     look()
                     begun[0].wait(_LOOK_SECONDS)
                 ended = begun.popleft()
+                self.give_up(ended)
                 if ended.error is not None:
                     raise ended.error
                 yield ended.values
         finally:
             for pending in begun:
-                pending.is_over = True
+                self.give_up(pending)
+
+    def close(self) -> None:
+        """End the threads as soon as none has a call to make. Idempotent; further calls start them again."""
+        for _ in range(self.count):
+            self._ask.put(None)
+
+    def give_up(self, pending: _Pending) -> None:
+        """Note that nobody waits for a read any more, or that its result was taken."""
+        with self._lock:
+            pending.is_over = True
+            _held.add(-pending.held_bytes - pending.more_bytes)
+            pending.more_bytes = 0
 
     def learn(self, rows: int, nbytes: int) -> None:
         """Note what a read gave: what the next ones will give is guessed from it."""
@@ -245,17 +317,29 @@ class Threads:
             try:
                 self._ask.get(timeout=Limits.current.idle_read_seconds)
             except Empty:
-                with self._lock:
-                    if self._running > self._open:  # else one is about to be put
-                        self._running -= 1
-                        return
+                if self._may_end():
+                    return
                 continue
-            self._run(self._asked.popleft())
+            try:
+                pending = self._asked.popleft()
+            except IndexError:  # `close` asks for nothing
+                if self._may_end():
+                    return
+                continue
+            self._run(pending)
+
+    def _may_end(self) -> bool:
+        """Count a thread as ended, unless a read is about to be put for it."""
+        with self._lock:
+            may_end = self._running > self._open
+            self._running -= may_end
+        return may_end
 
     def _run(self, pending: _Pending) -> None:
         values, error = None, None
         tally.fetched_bytes = tally.retries = 0
         of_cpu = time.thread_time()
+        _of_thread.goes_on = partial(self._goes_on, pending)
         with self._lock:
             _of_thread.is_hedge = pending.began > 0
             if not pending.began:
@@ -268,7 +352,8 @@ class Threads:
                 values = self.retries.call(pending.read, lambda: pending.is_over)
         except BaseException as raised:  # noqa: BLE001  # the task raises it in its turn
             error = raised
-        fetched_bytes = tally.fetched_bytes or _nbytes(values)
+        nbytes = _nbytes(values)
+        fetched_bytes = tally.fetched_bytes or nbytes
         of_cpu = time.thread_time() - of_cpu
         self.counts.add(fetched_bytes=fetched_bytes, retries=tally.retries, cpu_seconds=of_cpu)
         with self._lock:
@@ -280,11 +365,38 @@ class Threads:
                 return
             if error is None:
                 seconds = time.monotonic() - pending.began
-                is_more = seconds > self.usual_seconds
-                self.usual_seconds = self.usual_seconds * (_STEP if is_more else 1 / _STEP) or seconds
+                of_read = pending.read_seconds or seconds
+                is_more = of_read > self.usual_seconds
+                self.usual_seconds = self.usual_seconds * (_STEP if is_more else 1 / _STEP) or of_read
                 self.counts.add(seconds)
+                if not pending.is_over:
+                    pending.more_bytes = nbytes - pending.held_bytes
+                    _held.add(pending.more_bytes)
             pending.values, pending.error, pending.is_over, pending.has_ended = values, error, True, True
             pending.ended.release()
+
+    def _goes_on(self, pending: _Pending) -> bool:
+        """True in the run of a read that is the first to ask, whenever it does. It is not begun again."""
+        with self._lock:
+            if pending.sole is None:
+                self._at_work.pop(pending, None)
+                pending.sole, pending.read_seconds = threading.get_ident(), time.monotonic() - pending.began
+            return pending.sole == threading.get_ident()
+
+
+def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """Call a function for each item, several at the same time: each call mostly waits for a store.
+
+    Raises: the error of the first failed call, or KeyboardInterrupt, at once: calls that had not begun never
+        do, and those at work are left behind, in daemon threads.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    threads = Threads(min(_AT_ONCE, len(items)), Retries(0))
+    try:
+        return [*threads.results((partial(function, item) for item in items), lambda: None)]
+    finally:
+        threads.close()
 
 
 class Samples:
@@ -316,12 +428,14 @@ class Samples:
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
         self._is_whole = self.are_divided or plan is not None  # a call yields all that the task has room for
         self._yielded: Iterator[Any] | None = None  # of the call at work
-        self._entries: deque[_Pending | _Ready | _Raised | None] = deque()  # None: the end of a call
+        self._entries: deque[_Pending | _Ready | None] = deque()  # None: the end of a call
         self._reads = self._ready = 0  # of these, in the queue
         self._is_stuck = False  # the queue ends in what has to be taken first
         self._was_read = False  # the sample that was taken last
         self._drawn: str | None = None
         self.has_reads = False  # it has yielded one
+        self._left: Mapping[str, Any] | None = None  # the state of `rng` since it yielded last, from then on
+        self._is_drawn_from = False  # by a read
 
     @property
     def drawn(self) -> str:
@@ -342,14 +456,16 @@ class Samples:
             head = self._entries[0] if self._entries else None
             pending = head if isinstance(head, _Pending) and not head.has_ended else None
             waits = not self._entries or pending is not None
-            if (waits or self._threads.backlog < 0) and self._may_go_on(wanted_rows):
-                self._go_on()
+            is_enough = bool(self._entries) and self._threads.backlog >= self._threads.count
+            if (waits or self._threads.backlog < 0) and not is_enough and self._may_go_on(wanted_rows):
+                self._advance()
             elif pending is None:
                 break
             else:
                 go_on()
                 began = time.monotonic()
-                pending.wait(self._threads.hedge())
+                seconds = self._threads.hedge()
+                pending.wait(min(seconds, _QUEUE_SECONDS) if is_enough else seconds)
                 self.counts.add(reading_seconds=time.monotonic() - began)
         if self._reads and self._threads.backlog < 0:
             go_on()
@@ -358,7 +474,7 @@ class Samples:
     def begin(self, wanted_rows: int) -> None:
         """Begin reads for about so many rows, and wait for none."""
         while self._threads.backlog < self._threads.count and self._may_go_on(wanted_rows):
-            self._go_on()
+            self._advance()
 
     def learn(self, rows: int, nbytes: int) -> None:
         """Note the size of the sample that was taken last."""
@@ -368,7 +484,7 @@ class Samples:
     def has_more(self) -> bool:
         """True if this call of the sampler yields something more. Blocks: as the sampler does."""
         while not self._entries:
-            self._go_on()
+            self._advance()
         return self._entries[0] is not None
 
     def close(self) -> None:
@@ -376,7 +492,8 @@ class Samples:
         while self._entries:
             entry = self._entries.popleft()
             if isinstance(entry, _Pending):
-                entry.is_over = True
+                self._threads.give_up(entry)
+            elif isinstance(entry, _Ready):
                 _held.add(-entry.held_bytes)
         self._reads = self._ready = 0
         yielded, self._yielded = self._yielded, None
@@ -399,45 +516,67 @@ class Samples:
             return False
         return _held.nbytes <= self._most_bytes + (threads.count - 1) * threads.mean_bytes
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Take one thing more from the sampler, into the queue."""
         try:
             _of_thread.skips = self._skips
-            if self._yielded is None:
-                self._yielded, self._is_stuck = _called(self._begun, self._rng), True
-            sample = next(self._yielded)
+            sample = self._next()
             if isinstance(sample, Mapping):
-                self._entries.append(_Ready(sample, self._named() if self._entries else None))
+                ready = _Ready(sample, None)
+                if self._entries:
+                    ready = _Ready(sample, self._named(), _nbytes(sample))
+                    _held.add(ready.held_bytes)
+                self._entries.append(ready)
                 self._ready += 1
             elif isinstance(sample, Fault):
-                self._entries.append(_Raised(sample.error, self._named(), is_of_sample=True))
+                self._entries.append(_Ready(None, self._named(), error=sample.error, is_of_sample=True))
             elif is_read(sample):
-                require_bound(sample, self._yielded, self._rng)
-                self._begin(sample)
+                assert self._yielded is not None
+                self._begin(sample, require_bound(sample, self._yielded, self._rng))
             else:
                 wrong = SamplerError(
                     "a sampler must yield mappings of field names to values, or callables that return "
                     f"such, not {type(sample).__name__}"
                 )
                 if sample is not None:
-                    raise settled(wrong)
-                self._entries.append(_Raised(settled(wrong, is_fault=True), self._named(), is_of_sample=True))
+                    raise mark_permanent(wrong)
+                fault = mark_permanent(wrong, is_fault=True)
+                self._entries.append(_Ready(None, self._named(), error=fault, is_of_sample=True))
             self._is_stuck = False
         except StopIteration:
             self._yielded = None
             self._entries.append(None)
             self._is_stuck |= self._is_whole  # a call that yielded nothing leaves it as it was: stuck
         except Exception as error:  # noqa: BLE001  # a sampler may raise anything; it comes in its turn
-            self._entries.append(_Raised(error, self._named()))
+            self._entries.append(_Ready(None, self._named(), error=error))
             self._is_stuck = True
+
+    def _next(self) -> Any:
+        self._look_at_rng()
+        try:
+            if self._yielded is None:
+                self._yielded, self._is_stuck = _called(self._begun, self._rng), True
+            return next(self._yielded)
+        finally:
+            if self.has_reads:
+                self._left = self._rng.bit_generator.state
+
+    def _look_at_rng(self) -> None:
+        """Raise SamplerError if a read has drawn from the task's generator, now or since the last sample."""
+        if not self._is_drawn_from and self._left is not None:
+            self._is_drawn_from = self._left != self._rng.bit_generator.state
+        if self._is_drawn_from:
+            raise _draws("a read")
 
     def _named(self) -> str:
         return getattr(self._sampler, "drawn", "")
 
-    def _begin(self, read: Read) -> None:
-        self.has_reads = True
+    def _begin(self, read: Read, variables: Sequence[_Variable]) -> None:
+        if not self.has_reads:
+            self.has_reads, self._left = True, self._rng.bit_generator.state
         nbytes, may_repeat = int(self._threads.mean_bytes), self._hedges and self._threads.count > 1
         pending = _Pending(partial(values_of, read), self._named(), nbytes, may_repeat=may_repeat)
+        pending.variables = variables
         self._threads.submit(pending)
         _held.add(pending.held_bytes)
         self._entries.append(pending)
@@ -449,20 +588,20 @@ class Samples:
         if entry is None:
             return None
         self._drawn = entry.drawn
-        if isinstance(entry, _Ready):
-            self._ready -= 1
-            return entry.values
         if isinstance(entry, _Pending):
             self._reads -= 1
-            _held.add(-entry.held_bytes)
-            if entry.error is None:
-                return entry.values  # type: ignore[no-any-return]
-            error = entry.error
-        elif entry.is_of_sample:
-            error = entry.error
+            self._threads.give_up(entry)
+            self._look_at_rng()
+            _require_unchanged(entry.variables)
+            is_of_sample = True
         else:
-            raise entry.error
-        if self._skips and isinstance(error, Exception) and is_fault(error):
+            self._ready -= entry.error is None
+            _held.add(-entry.held_bytes)
+            is_of_sample = entry.is_of_sample
+        error = entry.error
+        if error is None:
+            return entry.values
+        if is_of_sample and self._skips and isinstance(error, Exception) and is_fault(error):
             return error
         raise error
 
@@ -493,10 +632,10 @@ def _close(yielded: object) -> None:
 
 
 def yielded_nothing(what: str) -> SamplerError:
-    """Return the error of a sampler that yields nothing in MOST_EMPTY_CALLS. Trying again would not help."""
-    return settled(
+    """Return the error of a sampler that yields nothing in MAX_EMPTY_CALLS. Trying again would not help."""
+    return mark_permanent(
         SamplerError(
-            f"{what} yielded nothing in {MOST_EMPTY_CALLS} calls: it must yield at least one sample a call"
+            f"{what} yielded nothing in {MAX_EMPTY_CALLS} calls: it must yield at least one sample a call"
         )
     )
 
@@ -512,22 +651,24 @@ def values_of(read: Read) -> Values:
     if isinstance(values, Mapping):
         return values
     what = "another callable" if callable(values) else type(values).__name__
-    raise settled(
+    raise mark_permanent(
         SamplerError(f"{read!r} must return a mapping of field names to values, or Rows, not {what}"),
         is_fault=values is None,
     )
 
 
 def _nbytes(values: object) -> int:
-    """The bytes of a read's result, of its arrays and texts."""
-    if not isinstance(values, Mapping):
-        return 0
-    return sum(
-        len(each) if isinstance(each, bytes | str) else getattr(each, "nbytes", 0) for each in values.values()
-    )
+    """The bytes of a sample, of its arrays and texts, also in lists."""
+    if isinstance(values, bytes | str):
+        return len(values)
+    if isinstance(values, Mapping):
+        values = [*values.values()]
+    if isinstance(values, list | tuple):
+        return sum(map(_nbytes, values))
+    return int(getattr(values, "nbytes", 0))
 
 
-def made_or_fault(make: Callable[[], Values]) -> Values | Fault:
+def made_or_fault(make: Callable[[], T]) -> T | Fault:
     """Return a sample that a source makes, or in a task that leaves it out, its fault: the source goes on.
 
     Raises: what `make` raises.
@@ -543,12 +684,12 @@ def made_or_fault(make: Callable[[], Values]) -> Values | Fault:
 def first_whole(reads: Iterable[Callable[[], T | None]]) -> T | None:
     """Return the result of the first read that gives one, and does not end in a fault of its sample.
 
-    Raises: the first fault, where none of the first _MOST_FAULTS gives one; whatever else a read raises.
+    Raises: the first fault, where none of the first _MAX_FAULTS gives one; whatever else a read raises.
     """
     fault = None
     skipped, _of_thread.skips = getattr(_of_thread, "skips", False), True
     try:
-        for read in islice(reads, _MOST_FAULTS):
+        for read in islice(reads, _MAX_FAULTS):
             try:
                 found = read()
             except Exception as error:
@@ -571,51 +712,125 @@ def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise  # from within the sampler
-        settled(error)  # it takes no generator, or returned nothing to iterate over
+        mark_permanent(error)  # it takes no generator, or returned nothing to iterate over
         raise
 
 
-def require_bound(read: Read, yielded: Iterator[Any], rng: np.random.Generator) -> None:
+class _Variable(NamedTuple):
+    """A variable that a function of a read takes from around it, and its value as the read was yielded."""
+
+    function: FunctionType
+    name: str
+    cell: CellType
+    value: object
+
+
+def require_bound(read: Read, yielded: Iterator[Any], rng: np.random.Generator) -> list[_Variable]:
     """Raise SamplerError for a read that would see what changes as its sampler goes on.
 
-    That is a function that refers to variables of the sampler's generator, and one that draws from `rng`.
+    That is one with a function that refers to variables of the sampler's generator, and one that draws from
+    `rng`, as far as either can be told from its parts.
+
+    Returns: variables from around its functions, but for those that it sets itself: if one has another value
+        once the read is done, the read may have seen that: see `_require_unchanged`.
     """
-    function: Any = read
-    given: list[Any] = []
-    while isinstance(function, partial):
-        given += [*function.args, *function.keywords.values()]
-        function = function.func
-    if isinstance(function, MethodType | BuiltinMethodType):
-        given.append(function.__self__)
-    elif isinstance(function, FunctionType):
-        given += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        if late := _late(function, yielded):
-            raise settled(
-                SamplerError(
-                    f"the sampler yields {function.__qualname__}, which reads {', '.join(late)} when it is "
-                    f"called, and the sampler has gone on by then: {_WAY_OUT}"
-                )
-            )
-    if any(value is rng for value in given):
-        raise settled(
+    functions, values = _parts(read)
+    if any(value is rng or value is rng.bit_generator for value in values):
+        raise _draws(repr(read))
+    variables = [
+        _Variable(function, name, cell, _value_of(cell))
+        for function in functions
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    ]
+    if variables:
+        own = _own_cells(yielded)
+        _require_none(each for each in variables if (each.name, id(each.cell)) in own)
+        set_here = {id(each.cell) for each in variables if each.name in _names_set(each.function.__code__)}
+        variables = [each for each in variables if id(each.cell) not in set_here]
+    return variables
+
+
+def _require_unchanged(variables: Iterable[_Variable]) -> None:
+    """Raise SamplerError if a variable has another value than as its read was yielded."""
+    _require_none(each for each in variables if _value_of(each.cell) is not each.value)
+
+
+def _require_none(late: Iterable[_Variable]) -> None:
+    found = list(late)
+    if found:
+        names = ", ".join(dict.fromkeys(each.name for each in found))
+        raise mark_permanent(
             SamplerError(
-                f"the sampler yields {read!r}, which draws from rng in another thread, in any order: draw "
-                "first, and yield what reads it, as in `yield partial(read, rng.integers(n))`"
+                f"the sampler yields {found[0].function.__qualname__}, which reads {names} when it is "
+                f"called, and the sampler has gone on by then: {_WAY_OUT}"
             )
         )
 
 
-def _late(function: FunctionType, yielded: Any) -> list[str]:
-    """The names of a function's variables that are a running generator's own."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    late: list[str] = []
-    while cells and isinstance(yielded, GeneratorType):
-        own = set(yielded.gi_code.co_cellvars)
-        # The variables are the frame's up to Python 3.10, and the generator's from 3.11 on.
-        held = {id(each) for each in gc.get_referents(yielded, yielded.gi_frame)}
-        late += [name for name, cell in cells.items() if name in own and id(cell) in held]
+def _draws(read: str) -> SamplerError:
+    return mark_permanent(
+        SamplerError(
+            f"the sampler yields {read}, which draws from rng in another thread, in any order: draw "
+            "first, and yield what reads it, as in `yield partial(read, rng.integers(n))`"
+        )
+    )
+
+
+def _parts(read: Read) -> tuple[list[FunctionType], list[object]]:
+    """The functions that a read is made of, and the values that it holds."""
+    functions: list[FunctionType] = []
+    values: list[object] = [read]
+    for part in values:
+        if len(values) > _MAX_PARTS:
+            break
+        if isinstance(part, partial):
+            more = [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, FunctionType):
+            if part in functions:
+                continue
+            functions.append(part)
+            more = [*map(_value_of, part.__closure__ or ()), *(part.__defaults__ or ())]
+            more += (part.__kwdefaults__ or {}).values()
+        elif isinstance(part, MethodType | BuiltinMethodType):
+            more = [getattr(part, "__func__", None), part.__self__, *_called_by(part.__self__)]
+        else:
+            more = _called_by(part) if callable(part) else []
+        values += more
+    return functions, values
+
+
+def _called_by(thing: object) -> list[object]:
+    """The functions among the attributes of an object, which it may call."""
+    if isinstance(thing, type):
+        return []
+    return [each for each in getattr(thing, "__dict__", {}).values() if isinstance(each, _FUNCTIONS)]
+
+
+def _value_of(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return _value_of
+
+
+@lru_cache(maxsize=256)
+def _names_set(code: CodeType) -> frozenset[str]:
+    """The variables from around it that a function sets, or one within it."""
+    within = [_names_set(each) for each in code.co_consts if isinstance(each, CodeType)]
+    own = [each.argval for each in dis.get_instructions(code) if each.opname in _SETS]
+    return frozenset(own).union(*within).intersection(code.co_freevars)
+
+
+def _own_cells(yielded: Any) -> set[tuple[str, int]]:
+    """The variables that a running generator sets and that functions refer to, by name and identity."""
+    cells: set[tuple[str, int]] = set()
+    while isinstance(yielded, GeneratorType):
+        if names := _names_set(yielded.gi_code).union(yielded.gi_code.co_cellvars):
+            # The variables are the frame's up to Python 3.10, and the generator's from 3.11 on.
+            held = gc.get_referents(yielded, yielded.gi_frame)
+            cells |= {(name, id(each)) for name in names for each in held if isinstance(each, CellType)}
         yielded = yielded.gi_yieldfrom
-    return late
+    return cells
 
 
 _of_thread = threading.local()
@@ -631,6 +846,53 @@ def is_hedge() -> bool:
     return getattr(_of_thread, "is_hedge", False)
 
 
+def go_on_alone() -> None:
+    """Go on in one run of a read alone, the first that has come so far: others end, and are not needed.
+
+    A function of a user, of what was read, is called behind this.
+    """
+    goes_on = getattr(_of_thread, "goes_on", None)
+    if goes_on is not None and not goes_on():
+        raise mark_permanent(SamplerError("the other run of this read is the one that goes on"))
+
+
 def is_closing() -> bool:
     """True while this thread closes a sampler's generator: nothing is to interrupt its `finally`."""
     return getattr(_of_thread, "is_closing", False)
+
+
+class Counts:
+    """The counts of a worker. Any thread adds."""
+
+    def __init__(self) -> None:
+        self._lock, self._numbers, self._told = threading.Lock(), Counter[str](), Counter[str]()
+
+    def add(self, took_seconds: float | None = None, **numbers: float) -> None:
+        if took_seconds is not None:
+            step = round(_STEPS_A_DOUBLING * math.log2(max(1.0, took_seconds / _MIN_TOOK_SECONDS)))
+            numbers |= {f"{_TOOK}{step}": 1, "reads": 1}
+        with self._lock:
+            self._numbers.update(numbers)
+
+    def taken(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
+        with self._lock:
+            more = self._numbers - self._told
+            self._told = self._numbers.copy()
+        return dict(more)
+
+    def copy(self) -> tuple[Counter[str], Counter[str]]:
+        """Return all numbers, and those that `taken` has returned."""
+        with self._lock:
+            return self._numbers.copy(), self._told
+
+
+def seconds_of(numbers: Mapping[str, float], share: float) -> float:
+    """Return the time within which this share of the reads ended, to some 5 %. 0 if there were none."""
+    left = share * numbers.get("reads", 0)
+    steps = sorted(int(name[len(_TOOK) :]) for name in numbers if name.startswith(_TOOK))
+    for step in steps:
+        left -= numbers[f"{_TOOK}{step}"]
+        if left <= 0:
+            return float(_MIN_TOOK_SECONDS * 2 ** (step / _STEPS_A_DOUBLING))
+    return 0.0

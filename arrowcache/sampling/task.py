@@ -18,11 +18,15 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,21 +36,30 @@ from arrowcache.arrow.segment import Form
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError, sentence_of
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
-from arrowcache.sampling.counts import Counts, seconds_of
-from arrowcache.sampling.reads import MOST_EMPTY_CALLS, Sampler, Samples, Threads, yielded_nothing
-from arrowcache.sampling.retries import is_marked, settled
-from arrowcache.sampling.rows import Rows
+from arrowcache.sampling.reads import (
+    MAX_EMPTY_CALLS,
+    Counts,
+    Rows,
+    Sampler,
+    Samples,
+    Threads,
+    seconds_of,
+    yielded_nothing,
+)
+from arrowcache.sampling.retries import is_marked, is_refusal, mark_permanent
+from arrowcache.storage.counters import ReadCounts, SamplerPage
 from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
-from arrowcache.storage.progress import Progress, SeenReads
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 
+ON_ERROR = ("raise", "skip")  # ways to go on after an error of one sample
 _LOOK_SECONDS = 0.2
+_SOURCES = "arrowcache.sampling.sources."  # modules of classes that keep nothing of a task
 _EMPTY_ROWS = 10_000  # of a call in a row, before the task fails
 _RAMP_TASKS = 10  # tasks with less than a full segment, each with at most half of the next one's rows
 _JUDGED_DRAWS = 1000  # of a pool, from which on one in a hundred may be left out
-_MOST_IN_VAIN = 100  # left out before any was had
+_MAX_IN_VAIN = 100  # left out before any was had
 
 
 class Size(NamedTuple):
@@ -117,10 +130,10 @@ class Done:
     """The result of a task.
 
     `rows` is 0 if it was stopped or failed, or has none. `error` is the traceback of its exception: as text,
-    because not every exception survives the way back to the pool's process. `settled`: trying again would end
-    in the same way; a store that refuses may even lock the account in the end.
+    because not every exception survives the way back to the pool's process. `permanent`: trying again would
+    end in the same way; a store that refuses may even lock the account in the end.
     `lacks_sampler`: nothing was done, as the worker lacks the sampler. Of `drawn` samples `skipped` were left
-    out, the last for `fault`. `counts`: see counts.py.
+    out, the last for `fault`. `counts`: see reads.py.
     """
 
     number: int
@@ -129,7 +142,7 @@ class Done:
     waiting_seconds: float = 0.0
     stopped: bool = False
     error: str = ""
-    settled: bool = False
+    permanent: bool = False
     lacks_sampler: bool = False
     drawn: int = 0
     skipped: int = 0
@@ -139,7 +152,7 @@ class Done:
 
 _samplers: OrderedDict[bytes, bytes] = OrderedDict()  # digest -> pickled sampler, of the process
 _samplers_lock = threading.Lock()
-_MOST_SAMPLERS = 8
+_MAX_SAMPLERS = 8
 
 
 def _pickled_sampler(task: Task) -> bytes | None:
@@ -152,7 +165,7 @@ def _pickled_sampler(task: Task) -> bytes | None:
         if task.digest not in _samplers:
             return None
         _samplers.move_to_end(task.digest)
-        while len(_samplers) > _MOST_SAMPLERS:
+        while len(_samplers) > _MAX_SAMPLERS:
             _samplers.popitem(last=False)
         return _samplers[task.digest]
 
@@ -160,25 +173,37 @@ def _pickled_sampler(task: Task) -> bytes | None:
 def failure(task: Task, error: BaseException) -> Done:
     """Return an error as the result of a task, with its traceback."""
     text = "".join(traceback.format_exception(error))
-    return Done(task.number, error=text, settled=is_settled(error))
+    return Done(task.number, error=text, permanent=is_permanent(error))
 
 
 #: Errors of which another try would only be one more, whoever raised them.
-_SETTLED = (SchemaError, CacheFormatError, PermissionError, ImportError)
+_PERMANENT = (SchemaError, CacheFormatError, PermissionError, ImportError)
 _CANNOT_TAKE = (SamplerError, TypeError, ValueError)
 
 
-def is_settled(error: BaseException) -> bool:
-    """True if trying again would end in the same way. A sampler's own exceptions may pass."""
-    return isinstance(error, _SETTLED) or is_marked(error)
+def is_permanent(error: BaseException) -> bool:
+    """True if trying again would end in the same way. A sampler's own errors may pass, but for refusals."""
+    return isinstance(error, _PERMANENT) or is_marked(error) or is_refusal(error)
+
+
+def require_policy(on_error: object) -> None:
+    """Raise ValueError: it is no way to go on after an error."""
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error={on_error!r} is unknown: use {' or '.join(map(repr, ON_ERROR))}")
+
+
+def fitted(sample: Sampler, form: Form) -> Sampler:
+    """Return a sampler for segments of a form: a source that is divided among tasks asks for that."""
+    fit = getattr(sample, "fitted", None)
+    return sample if fit is None else fit(form)
 
 
 def sampler_of(data: bytes) -> Sampler:
-    """Unpickle a sampler. Raises: any Exception, those of a sampler that does not fit here as settled."""
+    """Unpickle a sampler. Raises: any Exception, those of a sampler that does not fit here as permanent."""
     try:
         sampler: Sampler = unpickled(data)
     except CANNOT_UNPICKLE as error:
-        settled(error)
+        mark_permanent(error)
         raise
     return sampler
 
@@ -194,16 +219,18 @@ class _Worker:
         self.builder = SegmentBuilder(self._form)
         self._threads = Threads(task.reads)
         self._ahead: tuple[Task, Samples] | None = None
+        self._attributes: dict[tuple[int, str], object] = {}
         self._shown: tuple[str, int] | None = None
-        self._progress: Progress | None = None
+        self._page: SamplerPage | None = None
+        self._looked, self._has_pool_ended = 0.0, False  # at the pool of the task that it draws
 
     def show_reads(self) -> None:
         """Show what its reads do, to `pool.stats()` and the monitors."""
-        if self._progress is not None:
+        if self._page is not None:
             numbers, of_done = self._threads.counts.copy()
             drawn = of_done["drawn_bytes"]
-            self._progress.show_reads(
-                SeenReads(
+            self._page.show_reads(
+                ReadCounts(
                     self._threads.at_work,
                     seconds_of(numbers, 0.5),
                     seconds_of(numbers, 0.99),
@@ -214,28 +241,57 @@ class _Worker:
                     of_done["reading_seconds"],
                     of_done["cpu_seconds"],
                     of_done["waiting_seconds"],
+                    int(numbers["reads"]),
                 )
             )
 
-    def progress_of(self, task: Task) -> Progress | None:
+    def has_pool_ended(self, task: Task) -> bool:
+        """True if the pool of a task has ended. It looks a few times a second, and shows its reads then."""
+        now = time.monotonic()
+        if not self._has_pool_ended and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            self.show_reads()
+            with explaining(self.store.folder.path):
+                self._has_pool_ended = not self._is_alive(task)
+        return self._has_pool_ended
+
+    def _is_alive(self, task: Task) -> bool:
+        """True if the pool of a task holds its lock."""
+        try:
+            file = LockFile(self.store.folder.pools / task.pool)
+        except FileNotFoundError:  # the cache is gone
+            return False
+        with file:
+            return file.conflict(alive_byte(task.token), 1) is not None
+
+    def page_of(self, task: Task) -> SamplerPage:
         pool = task.pool, task.token
-        if self._shown != pool:
-            self._progress = Progress.open(self.store.folder.path, *pool)
+        if self._page is None or self._shown != pool:
+            self._page = SamplerPage.open(self.store.folder.path, *pool)
             self._shown = pool
-        return self._progress
+        return self._page
 
     def begun(self, task: Task) -> Samples:
         """Return the samples of a task, which may have begun ahead."""
+        self._looked, self._has_pool_ended = 0.0, False
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             if ahead[0].number == task.number:
                 return ahead[1]
             ahead[1].close()
+        self._attributes = attributes_of(self.sampler)
         return samples_of(self.sampler, task, self._threads, self._form)
 
     def begin_ahead(self, ask: Callable[[], Task | None]) -> None:
-        """Begin reads of the next task, if there is one and threads for them."""
+        """Begin reads of the next task, if there is one and threads for them.
+
+        Not if the sampler has set attributes since the last task that was not begun ahead: the next call of
+        the sampler would set them anew, and this task would go on with those.
+        """
         if self._ahead is None:
+            before, now = self._attributes, attributes_of(self.sampler)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                return
             task = ask()
             if task is None:
                 return
@@ -268,6 +324,35 @@ class _Worker:
     def _identity_now(self) -> tuple[int, int, int]:
         status = os.stat(self.store.folder.lease_lock)  # never written to: its time tells reused inodes apart
         return *file_identity(status), status.st_mtime_ns
+
+
+def attributes_of(sampler: object) -> dict[tuple[int, str], object]:
+    """Return the attributes of a sampler, and of samplers and functions that it holds, by object and name.
+
+    Equal objects are told apart by `is`; no array is kept alive. Left out are attributes of this library's
+    sources, which are of no task, and `drawn`, noted with each sample.
+    """
+    found: dict[tuple[int, str], object] = {}
+    left: list[Any] = [sampler]
+    seen: set[int] = set()
+    while left:
+        thing = left.pop()
+        if isinstance(thing, MethodType):
+            left.append(thing.__self__)
+        elif isinstance(thing, partial):
+            left += [thing.func, *thing.args, *thing.keywords.values()]
+        elif id(thing) not in seen and hasattr(thing, "__dict__") and not isinstance(thing, type):
+            seen.add(id(thing))
+            is_ours = type(thing).__module__.startswith(_SOURCES)
+            for name, value in dict(vars(thing)).items():
+                if not is_ours and name != "drawn":
+                    found[id(thing), name] = value
+                    with suppress(TypeError):  # of a type without weak references
+                        found[id(thing), name] = weakref.ref(value)  # one object has one
+                inner = value if isinstance(value, list | tuple) else [value]
+                if inner and callable(inner[0]):
+                    left += inner
+    return found
 
 
 _of_thread = threading.local()  # .worker: one a thread, since an executor may run tasks in threads
@@ -307,12 +392,11 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
     if worker is None or not worker.is_for(task, sampler):
         close_ahead()
         worker = _of_thread.worker = _Worker(task, sampler)
-    progress = worker.progress_of(task)
-    has_ended = _PoolWatch(worker.store, task, worker.show_reads)
+    page = worker.page_of(task)
     samples = worker.begun(task)
 
     def check() -> None:
-        if has_ended():
+        if worker.has_pool_ended(task):
             raise Cancelled
 
     def go_on() -> None:
@@ -321,7 +405,7 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
             worker.begin_ahead(ask)
 
     try:
-        drawn = draw(samples, task, worker.builder, check, go_on, progress)
+        drawn = draw(samples, task, worker.builder, check, go_on, page)
         if not worker.builder.rows:
             with worker.store.locked():
                 worker.store.folder.end_task(task.pool, task.number)
@@ -330,17 +414,15 @@ def _run(task: Task, ask: Callable[[], Task | None] | None) -> Done:
         go_on()
 
         def is_cancelled() -> bool:  # called while there is no room
-            if progress is not None:
-                progress.wait()
-            return has_ended()
+            page.wait()
+            return worker.has_pool_ended(task)
 
         policy = RoomPolicy("wait", is_cancelled=is_cancelled, in_background=True)
         published = worker.store.publish(encoded, task.task_name, policy)
     except Cancelled:
         return Done(task.number, stopped=True)
     finally:
-        if progress is not None:
-            progress.end()
+        page.end()
     # Also if `published` has no segment: then a worker died between publishing it and its answer.
     return drawn.done(encoded.rows, encoded.nbytes, published.waiting_seconds)
 
@@ -360,8 +442,8 @@ def require_few(drawn: int, skipped: int, fault: str) -> None:
         fault: why the last one was.
     Raises: SamplerError: too many were.
     """
-    if 100 * skipped > drawn if drawn >= _JUDGED_DRAWS else skipped == drawn >= _MOST_IN_VAIN:
-        raise settled(
+    if 100 * skipped > drawn if drawn >= _JUDGED_DRAWS else skipped == drawn >= _MAX_IN_VAIN:
+        raise mark_permanent(
             SamplerError(
                 f"{skipped} of {drawn} samples cannot be had, and on_error='skip' leaves out at most 1 %: "
                 f"find out what is wrong, or have the sampler draw from what is there. The last: {fault}"
@@ -369,7 +451,7 @@ def require_few(drawn: int, skipped: int, fault: str) -> None:
         )
 
 
-class Drawn:
+class TaskCounts:
     """Counts of what a task has drawn, in this thread."""
 
     def __init__(self, task: Task, counts: Counts) -> None:
@@ -412,31 +494,31 @@ def draw(
     builder: SegmentBuilder,
     check: Callable[[], None],
     go_on: Callable[[], None],
-    progress: Progress | None = None,
-) -> Drawn:
+    page: SamplerPage | None = None,
+) -> TaskCounts:
     """Fill a builder with task k's samples, from the first on, and close these.
 
     Args:
         check: called before each sample, and may raise.
         go_on: called in its place while a sample is read, and none is left to begin: see `Samples.take`.
-        progress: counts each row.
+        page: counts each row.
     Returns: the counts. The builder is empty if a divided task has no sample, such as after a filter.
     Raises: SamplerError: the sampler yields nothing, or no mapping. SchemaError: a sample does not fit; it is
         named, if the sampler's attribute `drawn` does. What the sampler and its reads raise.
     """
     form = builder.form
     builder.clear(*task.size(form))
-    if progress is not None:
-        progress.begin(task.number, builder.expected_rows)
-    empty_calls, empty_rows, has_rows, drawn = 0, 0, False, Drawn(task, samples.counts)
+    if page is not None:
+        page.begin(task.number, builder.expected_rows)
+    empty_calls, empty_rows, has_rows, drawn = 0, 0, False, TaskCounts(task, samples.counts)
 
     def leave_out(fault: Exception) -> None:
         drawn.leave_out(fault, samples.drawn)
-        if progress is not None:
-            progress.skip()
+        if page is not None:
+            page.skip()
 
     try:
-        while empty_calls < MOST_EMPTY_CALLS:
+        while empty_calls < MAX_EMPTY_CALLS:
             check()
             sample = samples.take(builder.expected_rows - builder.rows, go_on)
             if sample is None:  # a call has ended
@@ -452,7 +534,7 @@ def draw(
             try:
                 rows = builder.convert(sample, many=isinstance(sample, Rows))
             except (TypeError, ValueError) as error:  # such as a text that has no bytes
-                settled(error, is_fault=True)
+                mark_permanent(error, is_fault=True)
                 if not task.skips:
                     raise
                 leave_out(error)
@@ -467,12 +549,12 @@ def draw(
                 samples.learn(rows.count, rows.nbytes)
                 is_full = builder.take(rows, 0) < rows.count or builder.is_full
             except _CANNOT_TAKE as error:
-                settled(error)
+                mark_permanent(error)
                 raise
-            if progress is not None and rows.count:
-                progress.count(builder.rows, builder.expected_rows)
+            if page is not None and rows.count:
+                page.count(builder.rows, builder.expected_rows)
             if is_full and samples.are_divided and (builder.rows < taken + rows.count or samples.has_more()):
-                raise settled(
+                raise mark_permanent(
                     SamplerError(
                         f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
                         "them: create the cache with fewer segment_rows, or give Items fewer segment_items"
@@ -487,38 +569,3 @@ def draw(
     finally:
         samples.close()
     raise yielded_nothing("the sampler")
-
-
-class _PoolWatch:
-    """Tells, at little cost, if the pool of a task has ended.
-
-    Args:
-        show: called as often as it looks.
-    """
-
-    def __init__(self, store: Store, task: Task, show: Callable[[], None]) -> None:
-        self._show = show
-        self._cache = store.folder.path
-        self._path = store.folder.pools / task.pool
-        self._token = task.token
-        self._looked = 0.0
-        self._ended = False
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if not self._ended and now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            self._show()
-            with explaining(self._cache):
-                self._ended = not self._is_locked()
-        return self._ended
-
-    def _is_locked(self) -> bool:
-        try:
-            file = LockFile(self._path)
-        except FileNotFoundError:  # the cache is gone
-            return False
-        try:
-            return file.conflict(alive_byte(self._token), 1) is not None
-        finally:
-            file.close()

@@ -1,6 +1,6 @@
 """Workers: the processes of a pool without a user's executor. Each publishes one task at a time.
 
-`Workers` owns the processes, and a thread for each: it starts the process, sends it tasks, waits for their
+`Workers` has a thread for each process of its group: it starts the process, sends it tasks, waits for their
 results, and starts another process if one has died. A process whose reads are all begun asks for one task
 more, so that it reads on while it waits for them. `main` runs in such a process. Guarantees: a process
 that dies fails its own task and no other; all are gone when `shutdown` returns. A process outlives the pool's
@@ -25,10 +25,9 @@ from typing import Any
 from arrowcache import linux
 from arrowcache.errors import WorkerError
 from arrowcache.lifetimes import at_fork, exit_beside_threads
-from arrowcache.limits import Limits
 from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.process import Channel, Message, WorkerProcess
+from arrowcache.process import Channel, Message, WorkerGroup, WorkerProcess
 from arrowcache.sampling.reads import is_closing
 from arrowcache.sampling.task import Done, Task, are_reading, close_ahead, failure, run
 
@@ -37,18 +36,8 @@ _INTERRUPTED_SECONDS = 1.5  # for one that was interrupted; then its process is 
 _ONE_MORE: Message = {"asks": "one more"}
 _ENDING_SECONDS = 5.0  # for both: a process that failed to kill itself by then is killed from here
 
-
-class _Drawing:
-    """A process at work, and its tasks: one that it draws, and perhaps one more, which it asked for."""
-
-    def __init__(self, process: WorkerProcess) -> None:
-        self.process = process
-        self.tasks: deque[tuple[Future[Any], Task]] = deque()
-
-    def send(self, future: Future[Any], task: Task) -> None:
-        self.tasks.append((future, task))
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: `hear` says so
-            self.process.channel.send({}, pickled(task, "the task {!r}"))
+_TasksAtWork = deque[tuple[Future[Any], Task]]
+"""The tasks of a process at work: one that it draws, and perhaps one more, which it asked for."""
 
 
 class Workers(Executor):
@@ -56,13 +45,11 @@ class Workers(Executor):
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self._group = WorkerGroup(__name__)
         self._asked: SimpleQueue[tuple[Future[Any], Task] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._processes: set[WorkerProcess] = set()  # those that may be alive
-        self._is_over = False
         self._lock = threading.Lock()
         self._busy = 0  # threads that have a task, or will have one of the queue
-        self._wishes: list[_Drawing] = []  # they ask for one task more
+        self._wishes: dict[WorkerProcess, _TasksAtWork] = {}  # processes that ask for one task more, in order
         self._wish: Future[Any] = Future()
 
     def idle(self) -> int:
@@ -72,9 +59,10 @@ class Workers(Executor):
 
     def next_wish(self) -> Future[Any]:
         """Return a future that ends once a process asks for one task more."""
-        if self._wish.done():
-            self._wish = Future()
-        return self._wish
+        with self._lock:
+            if self._wish.done():
+                self._wish = Future()
+            return self._wish
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
         """Run a task, soon: in a process that has none, or after the one of a process that asks for it.
@@ -86,12 +74,10 @@ class Workers(Executor):
         future: Future[Any] = Future()
         with self._lock:
             if self._busy >= self._count and self._wishes:
-                self._wishes.pop(0).send(future, task)
+                process = next(iter(self._wishes))
+                _send(process, self._wishes.pop(process), future, task)
                 return future
-        if len(self._threads) < self._count:
-            thread = threading.Thread(target=self._work, name="arrowcache-sampler", daemon=True)
-            start(thread)
-            self._threads.append(thread)
+        self._group.supervise(self._work, min(self._group.threads + 1, self._count))
         self._queue(future, task)
         return future
 
@@ -105,114 +91,79 @@ class Workers(Executor):
 
         Blocks: until they have ended, at most about 5 s: see `_end_with_the_pool`.
         """
-        self._is_over = True
-        for process in self._processes.copy():
-            process.channel.say_no_more()
-        for _ in self._threads:
+        for _ in range(self._group.threads):
             self._asked.put(None)
-        self._join(_ENDING_SECONDS)
-        for process in self._processes.copy():
-            process.kill()
-        self._join(Limits.current.join_seconds)
-
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._group.close(_ENDING_SECONDS, hears=True)
 
     def _work(self) -> None:
         process: WorkerProcess | None = None
-        try:
-            while (asked := self._asked.get()) is not None:
-                try:
-                    if process is None:
-                        process = self._begun()
-                    self._draw(process, *asked)
-                except BaseException as error:  # noqa: BLE001  # who waits for the future is told
-                    if not asked[0].done():  # there is no process
-                        _fail(asked[0], error)
-                    if process is not None:
-                        process.kill()
-                    self._end(process)
+        while (asked := self._asked.get()) is not None:
+            try:
+                process = process or self._group.start()
+                self._draw(process, *asked)
+            except BaseException as error:  # noqa: BLE001  # who waits for the future is told
+                if not asked[0].done():  # there is no process
+                    _fail(asked[0], error)
+                if process is not None:
+                    self._group.end(process)
                     process = None
-                with self._lock:
-                    self._busy -= 1
-        finally:
-            self._end(process)
-
-    def _begun(self) -> WorkerProcess:
-        if self._is_over:
-            raise WorkerError("the pool ended before a process drew it")
-        process = WorkerProcess(__name__)
-        self._processes.add(process)
-        if self._is_over:  # shut down meanwhile
-            process.channel.say_no_more()
-        return process
+            with self._lock:
+                self._busy -= 1
+        if process is not None:
+            self._group.end(process, _ENDING_SECONDS)
 
     def _draw(self, process: WorkerProcess, future: Future[Any], task: Task) -> None:
         """Have a process draw a task, and all that it asks for before it has ended.
 
         Raises: WorkerError: it has died. OSError: the task cannot be sent.
         """
-        drawing = _Drawing(process)
+        drawn: _TasksAtWork = deque()
         try:
-            drawing.send(future, task)
-            while self._goes_on(drawing):
-                said = process.hear()
-                if said is None:
-                    raise _death(process)
-                if said == _ONE_MORE:
+            _send(process, drawn, future, task)
+            while self._goes_on(process, drawn):
+                message = process.hear()
+                if message is None:  # it may have hung up first, and call its functions of `atexit` now
+                    how = self._group.end(process, _ENDING_SECONDS)
+                    raise WorkerError(f"process {process.pid}, which drew it, {how}")
+                if message == _ONE_MORE:
                     with self._lock:
-                        self._wishes.append(drawing)
-                    wish = self._wish
-                    if not wish.done():
-                        wish.set_result(None)
+                        self._wishes[process] = drawn
+                        if not self._wish.done():  # several may ask at once
+                            self._wish.set_result(None)
                 else:
-                    drawing.tasks.popleft()[0].set_result(Done(**said))
+                    drawn.popleft()[0].set_result(Done(**message))
         except BaseException as error:
-            self._give_up(drawing, error)
+            self._give_up(process, drawn, error)
             raise
 
-    def _goes_on(self, drawing: _Drawing) -> bool:
+    def _goes_on(self, process: WorkerProcess, drawn: _TasksAtWork) -> bool:
         with self._lock:
-            if drawing.tasks:
+            if drawn:
                 return True
-            self._forget(drawing)
+            self._wishes.pop(process, None)
         return False
 
-    def _forget(self, drawing: _Drawing) -> None:
-        self._wishes = [each for each in self._wishes if each is not drawing]
-
-    def _give_up(self, drawing: _Drawing, error: BaseException) -> None:
+    def _give_up(self, process: WorkerProcess, drawn: _TasksAtWork, error: BaseException) -> None:
         """Fail the task that a process drew. Another one draws the one behind it, of which it is no fault."""
         with self._lock:
-            self._forget(drawing)
-        if drawing.tasks:
-            future, _ = drawing.tasks.popleft()
+            self._wishes.pop(process, None)
+        if drawn:
+            future, _ = drawn.popleft()
             _fail(future, error)
-        for future, task in drawing.tasks:
-            if self._is_over:
+        for future, task in drawn:
+            if self._group.is_closed:
                 future.set_exception(WorkerError("the pool ended before a process drew it"))
             else:
                 self._queue(future, task)
 
-    def _end(self, process: WorkerProcess | None) -> None:
-        """See a process to its end. Blocks: some seconds, if it was told to end or killed."""
-        if process is not None:
-            process.wait(_ENDING_SECONDS)
-            process.end()
-            process.close()
-            self._processes.discard(process)
+
+def _send(process: WorkerProcess, drawn: _TasksAtWork, future: Future[Any], task: Task) -> None:
+    drawn.append((future, task))
+    process.send({}, pickled(task, "the task {!r}"))
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
     future.set_exception(explained(error) if isinstance(error, OSError) else error)
-
-
-def _death(process: WorkerProcess) -> WorkerError:
-    process.wait(_ENDING_SECONDS)  # it may have hung up first, and call its functions of `atexit` now
-    process.end()
-    return WorkerError(f"process {process.pid}, which drew it, {process.how_it_ended()}")
 
 
 class _Tasks:
@@ -239,9 +190,9 @@ class _Tasks:
         return self._ahead
 
     def _received(self) -> Task | None:
-        said = self._channel.receive()
-        self._is_over = said is None
-        task: Task | None = None if said is None else unpickled(said["data"])
+        message = self._channel.receive()
+        self._is_over = message is None
+        task: Task | None = None if message is None else unpickled(message["data"])
         return task
 
 
@@ -257,7 +208,7 @@ def main(channel: Channel) -> None:
     with closing(channel), suppress(BrokenPipeError, ConnectionResetError):
         try:
             while not _ending and (task := tasks.next()) is not None:
-                channel.send(dataclasses.asdict(_told(task, tasks)))
+                channel.send(dataclasses.asdict(_result_of(task, tasks)))
         finally:
             close_ahead()
     _ending.append(0)  # nothing interrupts the functions of `atexit`
@@ -296,7 +247,7 @@ def _forget_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _told(task: Task, tasks: _Tasks) -> Done:
+def _result_of(task: Task, tasks: _Tasks) -> Done:
     try:
         return run(task, tasks.ask)
     except BaseException as error:  # a sampler may raise anything

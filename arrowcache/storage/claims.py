@@ -1,16 +1,16 @@
-"""Claims: which items of a dataset somebody makes, or has made and not yet published.
+"""Claims: the items of a dataset that a process makes, or has made and not yet published.
 
 claims.lock has a number of 4 bytes for each item: that of the process that will publish it, or 0. A process
 holds the lock byte of its own number, and the kernel drops that when it dies: its claims then count no more.
 A claim costs the same however many there are. With a lock byte for each item it would not: the kernel walks
 all locks of a file.
 
-Locks far behind are signs. One says that somebody waits for claimed items: who has some publishes them at
-once. One says that a process has claims. The last two are held by who merges segments, and
-by who has some of them leave between two epochs.
+Four lock bytes past the numbers act as flags. One is held by processes that wait for claimed items: a process
+that has some publishes them at once. One is held by processes that have claims. The last two are held by the
+process that merges segments, and by the one that evicts some between two epochs.
 
 Two processes may both get an item that they claim within the same microseconds, and both make it then.
-Must never: keep anybody from making an item. A claim decides who publishes it.
+A claim is advisory: any process may still make the item. The claim only decides which one publishes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SOMEBODY_HOLDS = _SOMEBODY_WAITS + 1
 MERGING, TURNING_OVER = _SOMEBODY_WAITS + 2, _SOMEBODY_WAITS + 3
 
 _NUMBER_BYTES = 4
-_MOST_NUMBER = 2**31 - 1
+_MAX_NUMBER = 2**31 - 1
 _NOBODY = bytes(_NUMBER_BYTES)
 
 
@@ -75,7 +75,7 @@ class Claims:
     def _own_number(self) -> bytes:
         """Return a number that no living process has, nor, as good as surely, a dead one had."""
         while True:
-            number = random.SystemRandom().randint(1, _MOST_NUMBER)
+            number = random.SystemRandom().randint(1, _MAX_NUMBER)
             if self._file.try_range(number, 1, exclusive=True):
                 return number.to_bytes(_NUMBER_BYTES, "little")
 

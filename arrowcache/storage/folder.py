@@ -19,22 +19,22 @@ from typing import NamedTuple
 from arrowcache import linux
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage import layout
-from arrowcache.storage.layout import LockRecord, SegmentInfo, Settings
+from arrowcache.storage.layout import LockRecord, SegmentInfo
 from arrowcache.storage.locks import LockFile, flock_holders
+from arrowcache.storage.settings import PART_SLACK_BYTES, Settings
 
-PART_SLACK_BYTES = 64 * 1024  # the file system's own bookkeeping for a file being written
 _PIECES_A_CALL = 512  # below IOV_MAX
 _BLOCK = 512  # what st_blocks counts
 _OWN = os.O_CLOEXEC | os.O_NOFOLLOW  # of our own files none is a link to elsewhere
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link, a socket, what `_read` finds
-_MOST_RETURNED = 4095  # tasks of a pool that are to be drawn again: with its number they fill 32 KiB
-_MOST_DIVISION_BYTES = 1000
-_MOST_TASKS = 2**62
-_CLAIM_ATTEMPTS = 10
+_MAX_RETURNED = 4095  # tasks of a pool that are to be drawn again: with its number they fill 32 KiB
+_MAX_DIVISION_BYTES = 1000
+_MAX_TASKS = 2**62
+_RESERVE_ATTEMPTS = 10
 _DAMAGED = ".damaged"  # behind the name of a file of notes
-_MOST_WEIGHTS_BYTES = 1 << 40
-_MOST_RANKS_BYTES = 64 << 20
-_MOST_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
+_MAX_WEIGHTS_BYTES = 1 << 40
+_MAX_RANKS_BYTES = 64 << 20
+_MAX_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
 
 class Rights(NamedTuple):
@@ -72,11 +72,11 @@ class PartFile:
         if not self.file.try_exclusive() or not os.fstat(self.file.fd).st_nlink:
             raise BlockingIOError(errno.EAGAIN, "a new file is locked by somebody else, or swept", str(path))
 
-    def claim(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Set the file's length, sparse: from now on it counts as so many bytes."""
         os.ftruncate(self.file.fd, nbytes)
 
-    def reserve(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int) -> None:
         """Allocate the file's blocks; on failure the file keeps what it got: discard it."""
         os.posix_fallocate(self.file.fd, 0, nbytes)
 
@@ -148,7 +148,7 @@ class RanksFile:
 
     def read(self) -> bytes:
         """Return the content, of a bounded length."""
-        return os.pread(self._file.fd, min(os.fstat(self._file.fd).st_size, _MOST_RANKS_BYTES), 0)
+        return os.pread(self._file.fd, min(os.fstat(self._file.fd).st_size, _MAX_RANKS_BYTES), 0)
 
     def append(self, line: bytes) -> None:
         """Write at the end; only under cache.lock."""
@@ -266,7 +266,7 @@ class Folder:
         Raises: FileNotFoundError: no such folder. CacheFormatError: not a cache, or of another format.
         """
         try:
-            text = _read(self.path / layout.CACHE_JSON, _MOST_SETTINGS_BYTES).decode()
+            text = _read(self.path / layout.CACHE_JSON, _MAX_SETTINGS_BYTES).decode()
         except FileNotFoundError:
             if not self.path.exists():
                 raise FileNotFoundError(
@@ -375,9 +375,9 @@ class Folder:
         return sum(allocated for _, allocated, _ in _files(self.quarantine))
 
     def incoming_bytes(self) -> int:
-        """Bytes that all files in incoming/ take or have claimed, with slack for each part.
+        """Bytes that all files in incoming/ take or have reserved, with slack for each part.
 
-        What is being unlinked counts once, as long as it is there or the claim that stands for it.
+        What is being unlinked counts once, as long as it is there or the part that stands for it.
         """
         nbytes: dict[str, int] = {}
         for name, allocated, length in _files(self.incoming):
@@ -459,23 +459,23 @@ class Folder:
         """As `remove`, without cache.lock: its bytes count until they are free.
 
         Unlinking takes the name at once, and then for milliseconds frees what nobody counts any more. So
-        a claim of as many bytes, which takes none, counts meanwhile.
+        a part that reserves as many bytes, and takes none, counts meanwhile.
         """
         try:
-            claim = self._claim_to_free(retired.with_suffix(layout.FREED))
+            reserved = self._reserve_to_free(retired.with_suffix(layout.FREED))
         except OSError:  # no inode or descriptor is left: what is removed makes room
             self.remove(retired)
             return
         try:
             with contextlib.suppress(OSError):
-                claim.claim(os.stat(retired).st_blocks * _BLOCK)
+                reserved.reserve(os.stat(retired).st_blocks * _BLOCK)
             self.remove(retired)
         finally:
-            claim.discard()
+            reserved.discard()
 
-    def _claim_to_free(self, path: Path) -> PartFile:
+    def _reserve_to_free(self, path: Path) -> PartFile:
         """A part, made without cache.lock: a sweep that comes before it is locked takes it for debris."""
-        for _ in range(_CLAIM_ATTEMPTS):
+        for _ in range(_RESERVE_ATTEMPTS):
             try:
                 return PartFile(path, self.rights())
             except BlockingIOError:
@@ -519,10 +519,10 @@ class Folder:
     # sampler pools
 
     def has_pool(self, pool: str) -> bool:
-        """True if any of its tasks was claimed before."""
+        """True if any of its tasks was taken before."""
         return os.path.lexists(self.pools / pool)
 
-    def claim_tasks(self, pool: str, count: int, least: int = 0, *, returned: bool = False) -> int:
+    def take_tasks(self, pool: str, count: int, least: int = 0, *, returned: bool = False) -> int:
         """Advance a pool's next task number by `count`; returns the first. Only under cache.lock.
 
         Args:
@@ -533,7 +533,7 @@ class Folder:
         with _opened(self.pools / pool, os.O_RDWR, self.rights()) as fd:
             data = os.pread(fd, 8, 0)
             first = max(least, int.from_bytes(data, "little") if len(data) == 8 else 0)
-            if first > _MOST_TASKS:
+            if first > _MAX_TASKS:
                 raise CacheFormatError(
                     f"{self.pools / pool} is damaged: {first} tasks were never done; remove it, and take "
                     "another seed or name for the pool"
@@ -541,7 +541,7 @@ class Folder:
             numbers = [first + count]
             if returned:
                 numbers += [*reversed(range(first, first + count)), *_returned(fd)]
-                if len(numbers) > _MOST_RETURNED + 1:
+                if len(numbers) > _MAX_RETURNED + 1:
                     raise CacheFormatError(
                         f"{len(numbers) - 2} tasks of pool {pool} were begun and never published, the most "
                         "that are remembered: mend what makes them fail, and start the pool again"
@@ -550,12 +550,12 @@ class Folder:
         return first
 
     def return_tasks(self, pool: str, numbers: Iterable[int]) -> None:
-        """Put back the numbers of claimed tasks, for the next claims: the lowest first. Under cache.lock.
+        """Put back the numbers of tasks, to be taken next: the lowest first. Under cache.lock.
 
         A task that is there already, and what goes beyond the most that are remembered, is left out.
         """
         with _opened(self.pools / pool, os.O_RDWR, self.rights()) as fd:
-            numbers = sorted({*_returned(fd), *numbers}, reverse=True)[-_MOST_RETURNED:]
+            numbers = sorted({*_returned(fd), *numbers}, reverse=True)[-_MAX_RETURNED:]
             os.pwrite(fd, _packed(numbers), 8)
             os.ftruncate(fd, 8 + 8 * len(numbers))
 
@@ -577,7 +577,7 @@ class Folder:
     def read_division(self, pool: str) -> str:
         """The division of a pool's samples among its tasks, as `write_division` has it; empty if none is."""
         with contextlib.suppress(FileNotFoundError):
-            return _read(self._division(pool), _MOST_DIVISION_BYTES).decode(errors="replace").strip("\0")
+            return _read(self._division(pool), _MAX_DIVISION_BYTES).decode(errors="replace").strip("\0")
         return ""
 
     def write_division(self, pool: str, division: str, *, durable: bool) -> None:
@@ -594,7 +594,7 @@ class Folder:
         return self.pools / f"{pool}{layout.DIVISION}"
 
     def sync_tasks(self, pool: str) -> None:
-        """Sync the claimed numbers: the file, then its name."""
+        """Sync the numbers that were taken: the file, then its name."""
         _sync(self.pools / pool, os.O_RDWR | _OWN)
         self.sync_folder(self.pools)
 
@@ -611,7 +611,7 @@ class Folder:
 
     def read_note(self, file: layout.NoteFile) -> bytes:
         """The bytes of a file of notes. Raises: FileNotFoundError: it was merged into another, or is gone."""
-        return _read(self.notes / file.name, layout.MOST_NOTE_BYTES)
+        return _read(self.notes / file.name, layout.MAX_NOTE_BYTES)
 
     def link_note(self, file: layout.NoteFile, data: bytes, *, syncs: bool) -> None:
         """Make a file of notes appear, whole; only under cache.lock.
@@ -647,7 +647,7 @@ class Folder:
 
     def read_weights(self, name: str) -> bytes:
         """The bytes of a file of weights. Raises: FileNotFoundError: it left."""
-        return _read(self.notes / name, _MOST_WEIGHTS_BYTES)
+        return _read(self.notes / name, _MAX_WEIGHTS_BYTES)
 
     def link_weights(self, name: str, data: memoryview, *, of_ranks: bool) -> None:
         """Make a file of weights appear, on the disk, in place of a damaged one; only under cache.lock.
@@ -762,12 +762,12 @@ def require_right(path: Path | str, right: int) -> None:
 
 def _returned(fd: int) -> list[int]:
     """Numbers of a pool's file that are to be drawn again, the highest first; none, if they make no sense."""
-    data = os.pread(fd, 8 * (_MOST_RETURNED + 1), 0)
+    data = os.pread(fd, 8 * (_MAX_RETURNED + 1), 0)
     numbers = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]
-    claimed, *returned = numbers or [0]
+    next_number, *returned = numbers or [0]
     while len(returned) > 1 and returned[-1] == returned[-2]:  # `end_task` was cut short
         returned.pop()
-    is_sound = all(high > low for high, low in itertools.pairwise([claimed, *returned]))
+    is_sound = all(high > low for high, low in itertools.pairwise([next_number, *returned]))
     return returned if is_sound else []
 
 

@@ -1,23 +1,37 @@
 """Ingest: rows of files on their way into a cache, each once, in segments that say where they come from.
 
+The names of segments say which rows of which files are in a cache, a file being known by its bytes. So an
+import adds only rows that are missing, also after one that was killed.
+
 Guarantees: a file that turns out to be bad leaves none of its rows behind, but for those that a reader leases
 at that moment; a segment's rows follow each other as in the files. What was published of a good file stays,
-however an import ends: beginning again adds what is missing.
+however an import ends.
 Must never: publish rows under the name of a file that they are not of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import xxhash
+
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.lifetimes import Closable
-from arrowcache.storage.file_rows import Coverage, FileRows, file_rows_of, has_place, task_of
-from arrowcache.storage.layout import SegmentInfo, Settings
+from arrowcache.storage.layout import (
+    FileRows,
+    SegmentInfo,
+    file_rows_of,
+    has_place,
+    import_task,
+)
+from arrowcache.storage.settings import Settings
 from arrowcache.storage.store import RoomPolicy, Store
+
+_PIECE_BYTES = 1 << 20  # of a file that is read for its fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,7 @@ class Ingest(Closable):
         origins = [origin for origin in self._pending if origin.rows]
         if origins:
             self._before()
-            task = task_of(self._kind, origins, self._again)
+            task = import_task(self._kind, origins, self._again)
             store = self.open()
             came = store.publish(self._builder.encode(), task, self._policy, self._builder.clear)
             self._builder.clear()  # another import may have published it
@@ -170,3 +184,75 @@ class Ingest(Closable):
         self._builder.clear()
         self._pending = []
         self._sign.close()
+
+
+class Coverage:
+    """The rows of files that a cache has."""
+
+    def __init__(self, segments: Iterable[SegmentInfo] = ()) -> None:
+        self._runs: dict[str, list[FileRows]] = {}
+        for segment in segments:
+            for origin in file_rows_of(segment.task):
+                self.add(origin)
+
+    def add(self, origin: FileRows) -> None:
+        """Note rows of a file that the cache has."""
+        self._runs.setdefault(origin.fingerprint, []).append(origin)
+
+    def forget(self, origin: FileRows) -> None:
+        """Note that rows left the cache. They need not be known."""
+        runs = self._runs.get(origin.fingerprint, [])
+        self._runs[origin.fingerprint] = [run for run in runs if run != origin]
+
+    def missing(
+        self, fingerprint: str, total: int | None = None, pending: Iterable[FileRows] = ()
+    ) -> list[tuple[int, int | None]]:
+        """The rows of a file that are not there, as (first, stop).
+
+        Args:
+            total: the number of the file's rows. None means unknown. The last stop is None then, unless the
+                file's last row was seen here.
+            pending: rows that count as present.
+        """
+        runs = self._of(fingerprint, pending)
+        if total is None:
+            total = next((run.first + run.rows for run in runs if run.is_last), None)
+        there = _merged(runs)
+        starts = [0, *(stop for _, stop in there)]
+        stops = [*(start for start, _ in there), total]
+        gaps = zip(starts, stops, strict=True)
+        return [(start, stop) for start, stop in gaps if stop is None or start < stop]
+
+    def rows(self, fingerprint: str, pending: Iterable[FileRows] = ()) -> int:
+        """Count the rows of a file that are there, each once."""
+        return sum(stop - start for start, stop in _merged(self._of(fingerprint, pending)))
+
+    def _of(self, fingerprint: str, pending: Iterable[FileRows]) -> list[FileRows]:
+        return [*self._runs.get(fingerprint, ()), *(o for o in pending if o.fingerprint == fingerprint)]
+
+
+def _merged(runs: Iterable[FileRows]) -> list[tuple[int, int]]:
+    """Rows as (first, stop) that ascend, and neither touch nor overlap."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((run.first, run.first + run.rows) for run in runs if run.rows):
+        if merged and start <= merged[-1][1]:
+            start, stop = merged[-1][0], max(merged.pop()[1], stop)
+        merged.append((start, stop))
+    return merged
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return the fingerprint of a file: 16 hex digits, from all of its bytes.
+
+    All of them, since a part would not do: files of numbers that are stored as they are may have one length,
+    and footers that are equal to the byte.
+
+    Blocks: while the file is read, which the page cache then has.
+    Raises: OSError: it cannot be.
+    """
+    digest = xxhash.xxh3_64()
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+    return digest.hexdigest()

@@ -14,11 +14,11 @@
   pools/        <name>.<seed>: the next task number of a sampler pool, 8 bytes; then those of earlier
                 tasks that are to be drawn again, 8 bytes each, the first to be drawn last. Where samples
                 are divided among tasks, these are all that were begun and are not published, and
-                <name>.<seed>.division says how: see open_tasks.py. A release that
+                <name>.<seed>.division says how: see sampling/executors.py. A release that
                 knows the first number only leaves the others where they are, undrawn. Pools lock bytes
                 of it as signs: see `alive_byte` and `task_byte`
-  notes/        <first>-<last>-<newest>-<digest>.<kind>.arrow: what is known of rows, see notes.py; and
-                <digest>.weights.arrow: the weights of an epoch, see reading/weights_file.py. There is no such
+  notes/        <first>-<last>-<newest>-<digest>.<kind>.arrow: what is known of rows, see notes_log.py; and
+                <digest>.weights.arrow: the weights of an epoch, see reading/row_weights.py. There is no such
                 folder before the first, so that releases without notes refuse a cache that has some
   cache.lock    flock; holds a LockRecord
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
@@ -29,8 +29,9 @@
 How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
 version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json,
 a name such as a format may have: lower-case letters and "_", alone or before ".json" or ".lock". So a new
-file or folder gets such a name, a new key raises FORMAT_VERSION, and whoever opens a cache looks at all of
-that first. Any other name there is somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md): it is
+file or folder gets such a name. A key that every cache has raises FORMAT_VERSION. A key that few caches have
+is left out of the others, which stay readable by releases before it. Opening a cache checks all of that
+first. Any other name there is somebody's own (.nfs0001, lost+found, cache.json.bak, Notes.md): it is
 left alone, as is each unknown name in a subfolder.
 """
 
@@ -42,16 +43,11 @@ import re
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import xxhash
 
-from arrowcache.arrow.schema import Schema
-from arrowcache.arrow.segment import Form, row_bytes
-from arrowcache.errors import CacheFormatError, SchemaError
-from arrowcache.lifetimes import cached_property
-from arrowcache.storage.pace import Pace
+from arrowcache.errors import CacheFormatError
 from arrowcache.units import parse_count
 
 FORMAT_VERSION = 4  # of cache.json, and of files in ranks/; 1 to 3 are of 0.1.0 and what followed it
@@ -68,12 +64,19 @@ TASK_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,99}")
 INCOMING_NAME = re.compile(r"[0-9a-f]{32}\.(part|wait|gone|freed)")
 RANKS_NAME = re.compile(r"[A-Za-z0-9_.]{0,40}-[0-9a-f]{16}-\d{1,20}-\d{1,20}(\.\d{1,20})?", re.ASCII)
 _FORMATS_NAME = re.compile(r"[a-z][a-z_]*(\.(json|lock))?", re.ASCII)
-MOST_SEQ = 2**60  # lock bytes and counters end at 2**63; no publisher gets here
-_MOST_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
-_MOST_BYTES = 2**62
-_MOST_AGREED = 1 << 20  # segments; what a file says is bounded before memory is taken for it
+MAX_SEQ = 2**60  # lock bytes and counters end at 2**63; no publisher gets here
+MAX_ROWS = 2**31 - 1  # of a segment: Arrow's offsets
+MAX_BYTES = 2**62
+_MAX_AGREED = 1 << 20  # segments; what a file says is bounded before memory is taken for it
 _TASK_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
-MOST_NOTE_BYTES = 1 << 30  # of a file of notes; what is cut off there is damage
+_IMPORT_TASK = re.compile(
+    r"(parquet|tfrecord)((?:\.[0-9a-f]{16}-\d{1,18}-\d{1,18}e?)+)(\.again-[0-9a-f]{8})?", re.ASCII
+)
+_FILE_ROWS = re.compile(r"\.([0-9a-f]{16})-(\d+)-(\d+)(e?)")
+_MERGE_TASK = re.compile(r"parts\.(\d{1,19})-(\d{1,19})", re.ASCII)
+_MAX_TASK_CHARACTERS = 200  # a file's name ends at 255
+_MAX_ROW_DIGITS = 10  # of the rows of a segment
+MAX_NOTE_BYTES = 1 << 30  # of a file of notes; what is cut off there is damage
 _NOTE = re.compile(r"(\d{20})-(\d{20})-(\d{20})-([0-9a-f]{16})\.(marks|values)\.arrow", re.ASCII)
 WEIGHTS_NAME = re.compile(r"[0-9a-f]{16}\.weights\.arrow", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
@@ -83,11 +86,20 @@ _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.a
 class SegmentInfo:
     """One published segment, as its name and its file's status tell.
 
-    `task` is "<name>.<seed>.<k>" for task k of a sampler pool, "parquet." or "tfrecord." and which rows of
-    which files these are for what was imported (see file_rows.py),
-    "parts." and which segments it was merged of (see parts.py), and "" for a plain writer; `nbytes` is the
-    file's length, `allocated_bytes` what it takes on the disk, `published` the time in seconds since 1970
-    when it was written.
+    `task` says where its rows come from, so publishing, which refuses a task that is listed, refuses a second
+    copy:
+
+        <pool's name>.<seed>.<k>                    task k of a sampler pool
+        <kind>.<fingerprint>-<first>-<rows>[e]{.<the next file's>}[.again-<n>]
+                                                    `rows` rows of a file, from row `first` on; "e": the file
+                                                    has no more. kind is "parquet" or "tfrecord". "again-<n>"
+                                                    tells apart rows that were imported once more on purpose
+        parts.<first seq>-<last seq>                all rows of the smaller segments in this range, which
+                                                    leave once nobody leases them
+        (empty)                                     a plain writer
+
+    `nbytes` is the file's length, `allocated_bytes` what it takes on the disk, `published` the time in
+    seconds since 1970 when it was written.
     """
 
     seq: int
@@ -113,7 +125,7 @@ def parse_segment_name(name: str) -> tuple[int, int, str] | None:
     if match is None:
         return None
     seq, rows = int(match[1]), int(match[2])
-    return (seq, rows, match[3]) if seq < MOST_SEQ and rows <= _MOST_ROWS else None
+    return (seq, rows, match[3]) if seq < MAX_SEQ and rows <= MAX_ROWS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +176,70 @@ def parse_task_name(name: str) -> tuple[str, int] | None:
     return (pool, int(number)) if pool and _TASK_NUMBER.fullmatch(number) else None
 
 
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """Rows of one file: `rows` of them, from `first` on. `is_last`: the file has no more.
+
+    `fingerprint` is of the file's bytes, 16 hex digits: the same wherever it lies and whatever its name is.
+    """
+
+    fingerprint: str
+    first: int
+    rows: int
+    is_last: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint}-{self.first}-{self.rows}{'e' if self.is_last else ''}"
+
+
+def import_task(kind: str, origins: Iterable[FileRows], again: str = "") -> str:
+    """The task's name of a segment of these rows of files, in this order.
+
+    Args:
+        kind: "parquet" or "tfrecord".
+        again: 8 hex digits, for rows that are imported once more on purpose.
+    """
+    return ".".join([kind, *map(str, origins), *([f"again-{again}"] if again else [])])
+
+
+def file_rows_of(task: str) -> tuple[FileRows, ...]:
+    """Return the file rows of a segment of this task. Empty if it was not imported."""
+    match = _IMPORT_TASK.fullmatch(task)
+    if match is None:
+        return ()
+    return tuple(
+        FileRows(fingerprint, int(first), int(rows), bool(last))
+        for fingerprint, first, rows, last in _FILE_ROWS.findall(match[2])
+    )
+
+
+def has_place(kind: str, origins: Sequence[FileRows], first: int, again: str = "") -> bool:
+    """True if the name of a segment of these rows can name one more file's, from its row `first` on."""
+    longest = FileRows("0" * 16, first, 10**_MAX_ROW_DIGITS - 1, is_last=True)
+    return len(import_task(kind, [*origins, longest], again)) <= _MAX_TASK_CHARACTERS
+
+
+def publisher_of(task: str) -> str:
+    """The publisher of a segment of this task: a pool as "<name>.<seed>", an import's kind, or a writer."""
+    if match := _IMPORT_TASK.fullmatch(task):
+        return match[1]
+    publisher = task.rpartition(".")[0]
+    if publisher.startswith("tfrecord.") and publisher.count(".") == 2:
+        return publisher[: len("tfrecord.") + 8]  # all workers of one import
+    return publisher or task or "writer"
+
+
+def merge_task(parts: Sequence[SegmentInfo]) -> str:
+    """Return the task's name of the segment that is merged of parts, oldest first."""
+    return f"parts.{parts[0].seq}-{parts[-1].seq}"
+
+
+def parts_of(segment: SegmentInfo) -> range:
+    """Return the numbers of the segments that one was merged of. Empty if it was not."""
+    match = _MERGE_TASK.fullmatch(segment.task)
+    return range(int(match[1]), int(match[2]) + 1) if match else range(0)
+
+
 def modes(mode: int) -> tuple[int, int]:
     """Modes of the files and folders of a cache whose own folder has this one.
 
@@ -208,137 +284,6 @@ def shown(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedItems:
-    """The dataset whose items a cache holds.
-
-    `length` is how many it has, `version` the user's name for its present content, and `values` the classes
-    of an item's values, and the modes of its images, as a text that is compared.
-    """
-
-    length: int
-    version: str
-    values: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.length} items of version {self.version!r}"
-
-    @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> CachedItems:
-        """Raises: KeyError, TypeError, ValueError: not what `dataclasses.asdict` gives."""
-        texts = [described["version"], described["values"]]
-        if len(described) != 3 or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"a dataset of {described!r}")
-        return cls(parse_count(described["length"], "length", 1, _MOST_BYTES), *texts)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The content of cache.json. `full_rows` is the rows of a full segment.
-
-    `dataset` is None in a rolling cache. The cache of a dataset keeps what it has where room is short.
-    """
-
-    schema: Schema
-    capacity_bytes: int
-    segment_bytes: int
-    full_rows: int
-    headroom: float
-    durable: bool
-    pace: Pace | None = None
-    dataset: CachedItems | None = None
-
-    @property
-    def form(self) -> Form:
-        """The form of this cache's segments."""
-        return Form(self.schema, self.full_rows, self.segment_bytes)
-
-    @property
-    def headroom_bytes(self) -> int:
-        """Bytes that a loader's snapshot leaves to writers: at least two segments, or 0 if headroom is 0."""
-        return max(int(self.headroom * self.capacity_bytes), 2 * self.segment_bytes) if self.headroom else 0
-
-    @property
-    def notes_bytes(self) -> int:
-        """The most bytes that notes of a kind take, or files of weights: an eighth of the capacity."""
-        return self.capacity_bytes // 8
-
-    def with_capacity(self, capacity_bytes: int) -> Settings:
-        return replace(self, capacity_bytes=capacity_bytes)
-
-    @cached_property
-    def text(self) -> str:
-        """The content of cache.json; `from_json` is the inverse."""
-        record = {
-            "format": "arrowcache",
-            "version": FORMAT_VERSION,
-            "schema": self.schema.to_json(),
-            "capacity_bytes": self.capacity_bytes,
-            "segment_bytes": self.segment_bytes,
-            "full_rows": self.full_rows,
-            "headroom": self.headroom,
-            "durable": self.durable,
-        }
-        if self.pace is not None:
-            record["pace"] = self.pace.to_json()
-        if self.dataset is not None:
-            record["dataset"] = asdict(self.dataset)
-        return json.dumps(record | {"checksum": _checksum(record)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Read cache.json.
-
-        Raises: CacheFormatError: not ours, damaged, or of another format version. Under a checksum that fits
-            nothing is damaged: what cannot be read there is a newer format.
-        """
-        is_sound = False
-        try:
-            record: dict[str, Any] = json.loads(text)
-            if record["format"] != "arrowcache":
-                raise CacheFormatError(f"cache.json is of format {record['format']!r}, not 'arrowcache'")
-            if record["version"] != FORMAT_VERSION:
-                raise CacheFormatError(
-                    f"the cache has format version {record['version']}, and this arrowcache reads "
-                    f"{FORMAT_VERSION}: use the release that made it, or make a new one. Nothing was touched"
-                )
-            checksum = record.pop("checksum", None)
-            is_sound = checksum == _checksum(record)
-            if unknown := set(record) - {"format", "version", *cls.__dataclass_fields__}:
-                raise newer_format(f"cache.json has {', '.join(map(repr, sorted(unknown)))}")
-            if not is_sound:
-                raise ValueError("its checksum does not fit its content")
-            settings = cls(
-                Schema.from_json(record["schema"]),
-                parse_count(record["capacity_bytes"], "capacity_bytes", -_MOST_BYTES, _MOST_BYTES),
-                parse_count(record["segment_bytes"], "segment_bytes", -_MOST_BYTES, _MOST_BYTES),
-                parse_count(record["full_rows"], "full_rows", -_MOST_BYTES, _MOST_ROWS),
-                float(record["headroom"]),
-                record["durable"],
-                None if record.get("pace") is None else Pace.from_json(record["pace"]),
-                None if record.get("dataset") is None else CachedItems.from_json(record["dataset"]),
-            )
-            if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:
-                raise CacheFormatError("cache.json has a size that is not positive")
-            if settings.full_rows * row_bytes(settings.schema) > settings.segment_bytes:
-                raise ValueError(f"{settings.full_rows} rows do not fit a segment")
-            if not 0 <= settings.headroom < 1 or type(settings.durable) is not bool:
-                raise ValueError(f"headroom={settings.headroom}, durable={settings.durable!r}")
-            return settings
-        except (KeyError, TypeError, ValueError, OverflowError, SchemaError, RecursionError) as error:
-            if is_sound:
-                found = "a form without" if isinstance(error, KeyError) else "a value:"
-                raise newer_format(f"cache.json has {found} {error}") from error
-            raise CacheFormatError(
-                f"cache.json is damaged: {error!r}. The segments beside it are plain Arrow files, and may be "
-                "whole: put back a copy of cache.json, or that of a new cache of the same schema and sizes"
-            ) from error
-
-
-def _checksum(record: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(record).encode())
-
-
-@dataclass(frozen=True, slots=True)
 class LockRecord:
     """The content of cache.lock.
 
@@ -361,13 +306,13 @@ class LockRecord:
     def unpack(cls, data: bytes) -> LockRecord:
         """Read a record; a short one (a new file), or one of numbers that no cache has, is all zero."""
         next_seq, suspect, boot = cls._STRUCT.unpack(data.ljust(cls._STRUCT.size, b"\0")[: cls._STRUCT.size])
-        if max(next_seq, suspect) > MOST_SEQ:
+        if max(next_seq, suspect) > MAX_SEQ:
             return cls()
         return cls(next_seq, suspect, boot.rstrip(b"\0").decode(errors="replace"))
 
 
 USAGE_COUNTS = 4096  # where the counts of segments begin
-_MOST_TOTAL = 2**62  # of rows: more were never counted
+_MAX_TOTAL = 2**62  # of rows: more were never counted
 USAGE_SEQS = 2**40  # seqs so far apart have one place; they are never there together
 
 
@@ -392,13 +337,13 @@ class UsageRecord:
     nbytes = _STRUCT.size
 
     def pack(self) -> bytes:
-        return self._STRUCT.pack(*(min(getattr(self, name), _MOST_TOTAL) for name in self.__slots__))
+        return self._STRUCT.pack(*(min(getattr(self, name), _MAX_TOTAL) for name in self.__slots__))
 
     @classmethod
     def unpack(cls, data: bytes) -> UsageRecord:
         """Read a record; a short one, as of a new file, is all zero, and so is one that nobody counted."""
         totals = cls._STRUCT.unpack(data.ljust(cls._STRUCT.size, b"\0")[: cls._STRUCT.size])
-        return cls() if max(totals) > _MOST_TOTAL else cls(*totals)
+        return cls() if max(totals) > _MAX_TOTAL else cls(*totals)
 
 
 Term = bool | int | float | str | None
@@ -431,7 +376,7 @@ class RanksRecord:
     `seqs` ascends. On the disk it is runs, so thousands of segments in a row are two numbers, and
     the worst, every other of 16,000, are 32 kB. A checksum tells a damaged line. `next_seq` is the number
     that came next when the snapshot was taken; `left_out_rows` is how many rows it left to writers. `bitmaps`
-    are those of reading/selected.py; `weights` names a file of weights, if there are some.
+    are those of reading/row_filter.py; `weights` names a file of weights, if there are some.
     """
 
     terms: Mapping[str, Term]
@@ -471,8 +416,8 @@ class RanksRecord:
                 raise CacheFormatError(f"it has format version {record['version']}, not {FORMAT_VERSION}")
             seqs = _from_runs(record["runs"])
             next_seq, left_out_rows = record["seen"]
-            parse_count(next_seq, "next_seq", 0, MOST_SEQ)
-            parse_count(left_out_rows, "left_out_rows", 0, _MOST_BYTES)
+            parse_count(next_seq, "next_seq", 0, MAX_SEQ)
+            parse_count(left_out_rows, "left_out_rows", 0, MAX_BYTES)
             selected = record.get("selected", {}).items()
             bitmaps = {int(seq): base64.b64decode(bits, validate=True) for seq, bits in selected}
             return cls(
@@ -500,7 +445,7 @@ def _from_runs(runs: Sequence[int]) -> list[int]:
     end = 0
     if any(type(number) is not int or number < 0 for number in runs):
         raise ValueError("runs that are no counts")
-    if sum(runs[1::2]) > _MOST_AGREED or sum(runs) > MOST_SEQ:
+    if sum(runs[1::2]) > _MAX_AGREED or sum(runs) > MAX_SEQ:
         raise ValueError(f"runs of {sum(runs[1::2])} segments up to {sum(runs)}")
     for skipped, count in zip(runs[::2], runs[1::2], strict=True):
         seqs += range(end + skipped, end + skipped + count)

@@ -1,4 +1,4 @@
-"""Lease: a reader's claim on segments it may still read. A leased segment is never evicted.
+"""Lease: keeps the segments that a reader may still read. A leased segment is never evicted.
 
 One lease is one open file description of lease.lock with one shared lock on bytes
 [first, last], one byte a segment. It covers what lies between, too: eviction is strictly
@@ -86,7 +86,7 @@ class Lease:
             if seq not in self._shares:
                 heapq.heappush(self._shared, seq)
             self._shares[seq] += 1
-        self._mutex.settle(self._take_in)
+        self._mutex.drain(self._handle)
         return partial(self._end, [seq])
 
     def close(self) -> None:
@@ -97,9 +97,9 @@ class Lease:
 
     def _end(self, whose: list[int] | tuple[int, int] | None) -> None:
         """End a share, [seq]; or the owner's need of segments, outside (first, last) or None for all."""
-        self._mutex.tell(whose, self._take_in)
+        self._mutex.tell(whose, self._handle)
 
-    def _take_in(self, whose: list[int] | tuple[int, int] | None) -> None:
+    def _handle(self, whose: list[int] | tuple[int, int] | None) -> None:
         if whose is None:
             self._owned_from = None
         elif isinstance(whose, tuple):

@@ -1,30 +1,41 @@
-"""Locks: the kernel's locks on files. It drops those of a process that dies, in whatever way.
+"""Locks: the kernel's locks on files, who holds them, and cache.lock as a thread holds it.
 
 Two kinds, on purpose. `flock` guards a whole file: cache.lock, and each part by its writer.
 Open-file-description (OFD) locks guard ranges of bytes: a lease is a shared one. Both belong to
 the open file description, so each `LockFile` opens its own: locks of one description do not
-conflict with each other, and unlocking through it would cut holes into its neighbours.
+conflict with each other, and unlocking through a shared one releases another lock's range.
 
 A forked child shares the descriptions: an unlock there would drop the parent's lock, and its
 life would prolong it. So in a child every inherited LockFile is closed, which unlocks nothing
 while the parent lives. The kernel drops the locks of a process that dies, in whatever way.
+
+cache.lock is polled with a deadline, never waited for blindly: a stopped process may hold it. A finalizer may
+run while its thread holds cache.lock: what takes the lock itself is then deferred (`once_unlocked`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from arrowcache import linux
+from arrowcache.errors import LockTimeoutError
 from arrowcache.lifetimes import Closable, forgets_in_child, unforked, until_exit
-from arrowcache.storage.proc import OpenFile, command, open_files
+from arrowcache.proc import OpenFile, command, open_files
 
 _REFUSED = (errno.EAGAIN, errno.EACCES)
+LOCK_TIMEOUT_SECONDS = 60.0
+_jitter = random.SystemRandom()  # the generators with a state are the user's
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int]:
@@ -201,3 +212,75 @@ def _ranges_of(file: OpenFile, wanted: str) -> list[range]:
 def _lock_identity(status: os.stat_result) -> str:
     device = status.st_dev
     return f"{os.major(device):02x}:{os.minor(device):02x}:{status.st_ino}"
+
+
+# cache.lock
+
+
+@contextmanager
+def held(path: Path, timeout_seconds: float) -> Iterator[None]:
+    """Hold cache.lock, polled until the deadline; then call what was deferred until it is free.
+
+    Raises: LockTimeoutError: names the holder. OSError: the file cannot be opened.
+    """
+    before = _here.lock
+    file = LockFile(path)
+    try:
+        _here.lock = weakref.ref(file)
+        _wait_for(file, timeout_seconds)
+        yield
+    finally:
+        try:
+            file.close()
+        finally:  # Ctrl-C may have come before it did anything
+            file.close()
+            _here.lock = before
+        _call_deferred()
+
+
+def _wait_for(file: LockFile, timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    pause = 0.0005
+    while not file.try_exclusive():
+        if time.monotonic() > deadline:
+            holders = ", ".join(map(str, flock_holders(file.path))) or "an unseen process"
+            raise LockTimeoutError(
+                f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
+                "continue it (kill -CONT) or end it"
+            )
+        time.sleep(pause * _jitter.uniform(0.5, 1))
+        pause = min(2 * pause, 0.02)
+
+
+class _Here(threading.local):
+    #: It holds this cache.lock, or waits for it. Weak: one whose closing Ctrl-C cut short closes as it goes.
+    lock: Callable[[], LockFile | None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.deferred: deque[Callable[[], None]] = deque()
+
+    @property
+    def is_locked(self) -> bool:
+        file = self.lock()
+        return file is not None and not file.is_closed
+
+
+_here = _Here()
+
+
+def once_unlocked(function: Callable[[], None]) -> None:
+    """Call a function that takes cache.lock: at once, or as soon as this thread holds none any more.
+
+    So a finalizer may take the lock, though the garbage collector calls it at any point of any thread.
+    """
+    _here.deferred.append(function)
+    _call_deferred()
+
+
+def _call_deferred() -> None:
+    while not _here.is_locked:
+        try:
+            function = _here.deferred.popleft()  # not "if there is one": the collector may come in between
+        except IndexError:
+            return
+        function()

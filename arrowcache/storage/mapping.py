@@ -195,7 +195,7 @@ def live_mappings() -> int:
     return len(_live)
 
 
-def _settle() -> None:
+def _drain() -> None:
     """At exit: let Arrow's threads finish with what a dataset scanned.
 
     They drop their last buffers a moment after the scan has returned; one that waits for the GIL
@@ -208,4 +208,4 @@ def _settle() -> None:
 
 
 _live: dict[int, int] = {}  # address -> its writable bytes; single operations, which no thread can tear
-at_exit(_settle)
+at_exit(_drain)

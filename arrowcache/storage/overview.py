@@ -11,18 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from arrowcache.display import Bar, Card, Cell, Facts, Part, Shown, Timeline
-from arrowcache.storage.file_rows import sampler_of
+from arrowcache.storage.layout import SegmentInfo, publisher_of
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
-if TYPE_CHECKING:
-    from arrowcache.storage.layout import SegmentInfo
-
 _WINDOWS = ((60.0, "last minute"), (3600.0, "last hour"), (86400.0, "last day"))
-_LEAST_SECONDS_APART = 1.0
-_MOST_CELLS = 100
+_MIN_SECONDS_APART = 1.0
+_MAX_CELLS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ class Looks:
 
     def add(self, now: float, evicted: int) -> tuple[float, int] | None:
         """Remember this look; returns the seconds since an earlier one and what was evicted since."""
-        if self._last is None or now - self._last[0] >= _LEAST_SECONDS_APART:
+        if self._last is None or now - self._last[0] >= _MIN_SECONDS_APART:
             self._before, self._last = self._last, (now, evicted)
         before = self._before
         return before and (now - before[0], evicted - before[1])
@@ -173,7 +170,7 @@ def overview(
 
 def timeline(segments: Sequence[SegmentInfo], now: float) -> list[Timeline]:
     """Segments side by side; of many, neighbours share a cell. Nothing where there are none."""
-    count = min(len(segments), _MOST_CELLS)
+    count = min(len(segments), _MAX_CELLS)
     ends = [len(segments) * cell // count for cell in range(count + 1)] if count else []
     cells = [_cell(segments[start:stop], now) for start, stop in itertools.pairwise(ends)]
     return [Timeline(cells)] if cells else []
@@ -183,7 +180,7 @@ def _cell(segments: Sequence[SegmentInfo], now: float) -> Cell:
     rows: Counter[str] = Counter()
     nbytes = 0
     for segment in segments:
-        rows[sampler_of(segment.task)] += segment.rows
+        rows[publisher_of(segment.task)] += segment.rows
         nbytes += segment.nbytes
     first, last = segments[0], segments[-1]
     ends = (first.seq, now - first.published), (last.seq, now - last.published)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from arrowcache.units import format_count, parse_count
 
 _SLACK = 0.03  # of all that was inserted: samplers may be so much further ahead than half an epoch
-_MOST_SLACK = 1 / 8  # of the cache's rows: however long it runs
+_MAX_SLACK = 1 / 8  # of the cache's rows: however long it runs
 
 
 class Flow(NamedTuple):
@@ -148,7 +148,7 @@ class Pace:
         if flow.fills:
             return math.inf
         assert self.samples_per_insert is not None
-        slack = min(_SLACK * flow.inserted_rows, _MOST_SLACK * flow.rows)
+        slack = min(_SLACK * flow.inserted_rows, _MAX_SLACK * flow.rows)
         return flow.rows / 2 + self.samples_per_insert * slack
 
     def to_json(self) -> dict[str, Any]:

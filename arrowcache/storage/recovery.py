@@ -21,20 +21,19 @@ import os
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from arrowcache import linux
-from arrowcache.arrow.notation import difference
+from arrowcache.arrow.schema import difference
 from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError, warn
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.storage import layout
 from arrowcache.storage.folder import Folder, require_right
-from arrowcache.storage.layout import Settings
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.sizing import beyond_disk
+from arrowcache.storage.settings import Settings, beyond_disk
 from arrowcache.storage.store import Store
-from arrowcache.units import format_bytes
+from arrowcache.units import format_bytes, parse_bytes
 
 CHECKS = ("structure", "bytes")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -91,23 +90,26 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool, said: Collec
     store = open_store(path, check="structure")
     if store.settings.schema != settings.schema:
         raise SchemaError(f"{path} has another schema: {difference(store.settings.schema, settings.schema)}")
-    require_as_said(store, {name: getattr(settings, name) for name in said})
+    require_settings(store, {name: getattr(settings, name) for name in said})
     if store.settings.capacity_bytes != settings.capacity_bytes:
         store.resize(settings.capacity_bytes)
     return store
 
 
-def require_as_said(store: Store, said: Mapping[str, object]) -> None:
-    """Make sure that a cache that is there already has what was said of it.
+def require_settings(store: Store, given: Mapping[str, Any]) -> None:
+    """Make sure that a cache that is there already has the settings that a caller gave.
 
     Args:
-        said: settings by their names.
-    Raises: ValueError: it has another one; names the argument that said it.
+        given: settings by their names; sizes as of `parse_bytes`. None: not given.
+    Raises: ValueError: it has another one; names the argument.
     """
-    if said:
+    wants = {name: wanted for name, wanted in given.items() if wanted is not None}
+    if wants:
         store.refresh_settings()
-    for name, wanted in said.items():
+    for name, wanted in wants.items():
         has, argument = getattr(store.settings, name), _ARGUMENTS.get(name, name)
+        if name.endswith("_bytes"):
+            wanted = parse_bytes(wanted, argument)
         if has != wanted:
             way = "resize it first, by cache.resize()" if name == "capacity_bytes" else "give another path"
             shown = f"{has} ({format_bytes(has)})" if name.endswith("_bytes") else f"{has}"
@@ -255,7 +257,7 @@ def recover(store: Store) -> None:
         highest = max((layout.parse_segment_name(name) or (-1,))[0] for name in [*names, ""])
         next_seq, suspect = max(record.next_seq, highest + 1), record.suspect_below
         if record.boot_id != boot:
-            next_seq = suspect = min(next_seq + Limits.current.number_leap, layout.MOST_SEQ)
+            next_seq = suspect = min(next_seq + Limits.current.number_leap, layout.MAX_SEQ)
             store.evict_beyond_capacity()
         if (next_seq, suspect, boot) != (record.next_seq, record.suspect_below, record.boot_id):
             folder.write_record(layout.LockRecord(next_seq, suspect, boot))

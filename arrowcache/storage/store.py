@@ -28,28 +28,27 @@ from arrowcache.arrow.segment import EncodedSegment
 from arrowcache.errors import CacheFormatError, CacheFullError, warn
 from arrowcache.limits import Limits
 from arrowcache.os_errors import MORE_ROOM, explained, explaining
-from arrowcache.storage.cache_lock import LOCK_TIMEOUT_SECONDS, held
-from arrowcache.storage.eviction import choose_victims, skip_for_headroom
-from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, PartFile
+from arrowcache.storage.eviction import choose_victims, each_once, skip_for_headroom, superseded
+from arrowcache.storage.folder import Folder, PartFile
 from arrowcache.storage.layout import (
     CACHE_LOCK,
     FREED,
-    MOST_SEQ,
+    MAX_SEQ,
     PART,
     WAIT,
     SegmentInfo,
-    Settings,
     parse_segment_name,
     parse_task_name,
     segment_name,
 )
 from arrowcache.storage.lease import Lease, own_leases
-from arrowcache.storage.locks import LockFile, range_holders
+from arrowcache.storage.locks import LOCK_TIMEOUT_SECONDS, LockFile, held, range_holders
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
-from arrowcache.storage.parts import each_once, superseded
-from arrowcache.storage.sizing import (
+from arrowcache.storage.settings import (
     BOOKKEEPING_BYTES,
+    PART_SLACK_BYTES,
+    Settings,
     beyond_disk,
     require_capacity,
     room_of_one,
@@ -257,7 +256,7 @@ class Store:
                 try:
                     part = self._make_room(segment.nbytes, policy)
                     waited = time.monotonic() - started
-                    part.reserve(segment.nbytes)
+                    part.allocate(segment.nbytes)
                     part.write(segment.pieces)
                     if self.settings.durable or syncs:
                         part.sync()
@@ -285,7 +284,7 @@ class Store:
                 self._end_task(task)
                 return None
             record = self.folder.read_record()
-            if record.next_seq >= MOST_SEQ:
+            if record.next_seq >= MAX_SEQ:
                 raise CacheFormatError(
                     f"{self.folder.segments} has a segment of the last number there is, "
                     f"{record.next_seq - 1}: remove it, and {CACHE_LOCK}"
@@ -320,7 +319,7 @@ class Store:
             warn(f"a segment was published, but may be lost if the machine stops now: {error}")
 
     def _make_room(self, nbytes: int, policy: RoomPolicy) -> PartFile:
-        """Make room, and claim it: a locked part that counts as `nbytes` from now on."""
+        """Make room, and reserve it: a locked part that counts as `nbytes` from now on."""
         started = time.monotonic()
         warned, pause = False, 0.005
         sign: PartFile | None = None
@@ -328,7 +327,7 @@ class Store:
         try:
             while True:
                 with self.locked():
-                    outcome = self._try_claim(nbytes)
+                    outcome = self._try_reserve(nbytes)
                     if outcome is _Blocked.OWN_LEASE and policy.in_background:
                         outcome = _Blocked.LEASED
                     if sign is None and outcome in _WORTH_WAITING and policy.on_full == "wait":
@@ -362,7 +361,7 @@ class Store:
             if sign is not None:
                 sign.discard()
 
-    def _try_claim(self, nbytes: int) -> PartFile | list[Path] | _Blocked:
+    def _try_reserve(self, nbytes: int) -> PartFile | list[Path] | _Blocked:
         """One attempt, under cache.lock.
 
         Returns: the part; or what was retired, to be unlinked before the next attempt; or what
@@ -379,7 +378,7 @@ class Store:
         if excess <= 0:
             part = folder.new_part()
             try:
-                part.claim(nbytes)
+                part.reserve(nbytes)
             except BaseException:
                 part.discard()
                 raise
@@ -407,9 +406,9 @@ class Store:
     def _end_idle_leases(self, listed: list[SegmentInfo]) -> None:
         """End leases on the oldest segment of readers of this process that are between two epochs."""
         for lease in own_leases(self.folder.lease_lock, listed[0].seq) if listed else ():
-            let_go = lease.on_contention
-            if let_go is not None:
-                let_go()
+            release = lease.on_contention
+            if release is not None:
+                release()
 
     def _retire(self, listed: list[SegmentInfo], excess: int) -> list[tuple[Path, SegmentInfo]]:
         """Move victims out of segments/, each under its exclusive lock byte; under cache.lock.

@@ -28,7 +28,7 @@ from arrowcache.storage.layout import USAGE_COUNTS, USAGE_SEQS, SegmentInfo, Usa
 from arrowcache.storage.locks import LockFile
 
 _COUNT = np.dtype("<u4")
-_MOST_COUNT = 2**32 - 1
+_MAX_COUNT = 2**32 - 1
 _LOADER_WAITS, _SOMEBODY_WRITES = 2**62, 2**62 + 1  # the bytes that are signs
 _EPOCHS = 2**62 + 2  # the bytes from here on are of epochs, and of ranks that wait
 _PAGE_COUNTS = 4096 // _COUNT.itemsize
@@ -70,7 +70,7 @@ class Usage:
         """Count the passes of an epoch over these segments. Negative if it ended before it served a row."""
 
         def change(data: bytes, count: int) -> bytes:
-            return np.clip(_counts(data, count) + passes, 0, _MOST_COUNT).astype(_COUNT).tobytes()
+            return np.clip(_counts(data, count) + passes, 0, _MAX_COUNT).astype(_COUNT).tobytes()
 
         with suppress(OSError):
             for run in _runs(seqs):

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from arrowcache.arrow import segment as segment_file
-from arrowcache.arrow.header import structure_spans
+from arrowcache.arrow.segment import structure_spans
 from arrowcache.errors import CorruptSegmentError, warn
 from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.mapping import FileMapping, is_readable
-from arrowcache.storage.notes import MARKS
+from arrowcache.storage.notes_log import MARKS
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, Timestamp
 from arrowcache.errors import SchemaError
 
-_MOST_DIMENSIONS = 254
+_MAX_DIMENSIONS = 254
 _IDS = {"_seq": tf.int64, "_row": tf.int64, "_age_seconds": tf.float64}
 
 
@@ -75,8 +75,8 @@ def columns_of(
     for name in names:
         try:
             column = _column(name, schema[name], rows)
-            if len(column.spec.shape) > _MOST_DIMENSIONS:
-                raise ValueError(f"{len(column.spec.shape)} dimensions, the most are {_MOST_DIMENSIONS}")
+            if len(column.spec.shape) > _MAX_DIMENSIONS:
+                raise ValueError(f"{len(column.spec.shape)} dimensions, the most are {_MAX_DIMENSIONS}")
             columns.append(column)
         except (TypeError, ValueError) as error:
             raise SchemaError(

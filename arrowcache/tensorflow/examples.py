@@ -24,7 +24,7 @@ from arrowcache.arrow.convert import exact_values
 from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.errors import SchemaError
-from arrowcache.reading.values import ColumnData, Values
+from arrowcache.reading.columns import ColumnData, Values
 from arrowcache.tensorflow.columns import columns_of
 
 EXCLUDED_FEATURE = "_excluded"  # of a sample among which some are excluded; no column of the cache

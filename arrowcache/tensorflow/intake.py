@@ -21,10 +21,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CacheFullError, SamplerError, SchemaError, WorkerError
-from arrowcache.lifetimes import shielded
 from arrowcache.pickling import pack_error, unpack_error
-from arrowcache.process import Channel, WorkerProcess, one_thread
-from arrowcache.reading.memory import SharedMemory
+from arrowcache.process import Channel, WorkerGroup, WorkerProcess, one_thread
+from arrowcache.reading.slots import SharedMemory
 from arrowcache.storage.ingest import Imported, Ingest
 from arrowcache.storage.lease import own_leases
 from arrowcache.storage.recovery import open_store
@@ -39,6 +38,7 @@ _FILE, _RECORD, _ROWS, _WAITS, _PUBLISHED, _SEGMENTS, _BYTES, _THERE, _RETURNED 
 _FAULTS = (SchemaError, SamplerError, ValueError)  # of a file
 _NOT_BEGUN = -1
 _LOOK_SECONDS = 0.25
+_ENDING_SECONDS = 5.0  # for a worker that has hung up without a word
 
 
 class Intake:
@@ -61,7 +61,7 @@ class Intake:
         self._shares = shares
         self._compression, self._again = compression, again
         self._marks: list[NDArray[np.int64]] = []
-        self._processes: list[WorkerProcess] = []
+        self._group = WorkerGroup(__name__, one_thread() | _ENVIRONMENT)
 
     def run(self) -> None:
         """Import all files.
@@ -71,14 +71,12 @@ class Intake:
         """
         try:
             with self._store.usage.show_writing():
-                for number in range(len(self._shares)):
-                    self._launch(number)
-                self._watch()
+                self._watch([self._launch(number) for number in range(len(self._shares))])
         except (ArrowCacheError, ValueError) as error:
-            self._end()
+            self._group.close()
             raise self._with_count(error) from error.__cause__
         finally:
-            self._end()
+            self._group.close()
 
     @property
     def imported(self) -> Imported:
@@ -97,7 +95,7 @@ class Intake:
     def _sum(self, mark: int) -> int:
         return sum(int(marks[mark]) for marks in self._marks)
 
-    def _launch(self, number: int) -> None:
+    def _launch(self, number: int) -> WorkerProcess:
         plan = {
             "cache": str(self._store.folder.path),
             "files": list(self._shares[number]),
@@ -107,30 +105,28 @@ class Intake:
         memory = SharedMemory.create(len(self._shares))
         memory.words[_RECORD] = _NOT_BEGUN
         self._marks.append(memory.words[:MARKS])
-        with shielded():  # until the process is recorded
-            process = WorkerProcess(__name__, memory.fd, environment=one_thread() | _ENVIRONMENT)
-            self._processes.append(process)
-        process.channel.send(plan)
+        process = self._group.start(memory.fd)
+        process.send(plan)
+        return process
 
-    def _watch(self) -> None:
+    def _watch(self, processes: Sequence[WorkerProcess]) -> None:
         with selectors.DefaultSelector() as selector:
-            for number, process in enumerate(self._processes):
-                selector.register(process.channel, selectors.EVENT_READ, number)
+            for number, process in enumerate(processes):
+                selector.register(process.channel, selectors.EVENT_READ, (number, process))
             while selector.get_map():
                 for key, _ in selector.select(_LOOK_SECONDS):
-                    self._hear(key.data)
+                    self._hear(*key.data)
                     selector.unregister(key.fileobj)
                 self._refuse_deadlock()
                 self._say(self._sum(_ROWS))
 
-    def _hear(self, number: int) -> None:
+    def _hear(self, number: int, process: WorkerProcess) -> None:
         """Handle a worker's end: done, failed or died."""
-        received = self._processes[number].channel.receive()
+        received = process.hear()
         if received is None:
-            process = self._processes[number]
-            process.end()
+            how = self._group.end(process, _ENDING_SECONDS)
             raise WorkerError(
-                f"{self._place(number)}: process {process.pid}, which read it, {process.how_it_ended()}; "
+                f"{self._place(number)}: process {process.pid}, which read it, {how}; "
                 "look at that record, or use fewer workers if the memory was short"
             )
         if error := received["error"]:
@@ -169,14 +165,6 @@ class Intake:
             + ("; what is in the cache does not come twice" if rows else "")
         )
 
-    def _end(self) -> None:
-        processes, self._processes = self._processes, []
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.end()
-            process.close()
-
 
 # in a worker
 
@@ -188,7 +176,7 @@ def main(channel: Channel, memory: int) -> None:
         try:
             plan = channel.receive()
             if plan is not None:
-                take_in(plan, SharedMemory(memory).words[:MARKS], lambda: _has_hung_up(channel))
+                import_files(plan, SharedMemory(memory).words[:MARKS], lambda: _has_hung_up(channel))
         except Cancelled:
             return
         except BaseException as error:  # noqa: BLE001  # the main process raises it
@@ -197,7 +185,7 @@ def main(channel: Channel, memory: int) -> None:
             channel.send({"error": ""})
 
 
-def take_in(plan: dict[str, Any], marks: NDArray[np.int64], is_cancelled: Callable[[], bool]) -> None:
+def import_files(plan: dict[str, Any], marks: NDArray[np.int64], is_cancelled: Callable[[], bool]) -> None:
     """Read files into a cache, and keep `marks` up to date.
 
     Raises: errors of `samples` and `Store.publish`; ValueError: a row larger than a segment;

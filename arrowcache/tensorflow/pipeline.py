@@ -1,14 +1,14 @@
-"""pipeline: a cache as a `tf.data.Dataset`, each iteration of which is an epoch over a new snapshot.
+"""Pipeline: a cache as a `tf.data.Dataset`, each iteration of which is an epoch over a new snapshot.
 
 `arrowcache.Loader` chooses, leases and gathers the rows; one of TensorFlow's threads drives it, ahead. A
-backend (native.py, arrow.py) brings its batches into TensorFlow. The loader lives as long as the dataset
-and the datasets derived from it.
+backend (native_backend.py, arrow_backend.py) brings its batches into TensorFlow. The loader lives as long
+as the dataset and the datasets derived from it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -19,11 +19,10 @@ from arrowcache.limits import Limits
 from arrowcache.reading.assembly import Memory
 from arrowcache.reading.loader import Loader
 from arrowcache.reading.options import DatasetArguments, LoaderArguments, takes
-from arrowcache.storage.recovery import HasStore
-from arrowcache.tensorflow.arrow import arrow_dataset, find_reader
+from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.tensorflow.arrow_backend import PaddedBuffers, arrow_dataset, find_reader
 from arrowcache.tensorflow.columns import columns_of
-from arrowcache.tensorflow.frames import Rooms
-from arrowcache.tensorflow.native import native_dataset
+from arrowcache.tensorflow.native_backend import native_dataset
 from arrowcache.units import parse_count
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ _INSTEAD = {
     ),
 }
 _BACKENDS = ("auto", "arrow", "native")
-_MOST_PREFETCH = 1 << 16
+_MAX_PREFETCH = 1 << 16
 
 
 @takes("dataset()", DatasetArguments, _INSTEAD)
@@ -94,9 +93,11 @@ def dataset(
         raise ValueError(f"backend={backend!r} is unknown: use one of {_BACKENDS}")
     if not isinstance(drop_remainder, bool):
         raise TypeError(f"drop_remainder must be True or False, not {drop_remainder!r}")
+    if isinstance(columns, Mapping):
+        columns = store_of(cache).settings.schema.select(columns)  # no functions, whose types are not known
     read = find_reader() if backend == "arrow" else None
-    prefetch = parse_count(prefetch, "prefetch", least=0, most=_MOST_PREFETCH)
-    rooms = Rooms()
+    prefetch = parse_count(prefetch, "prefetch", least=0, most=_MAX_PREFETCH)
+    rooms = PaddedBuffers()
     loader = _CopyingLoader(
         cache,
         batch_size,
@@ -123,7 +124,7 @@ def dataset(
 
 
 class _CopyingLoader(Loader):
-    """A loader whose batches are never views: TensorFlow may keep them for long: see native.py."""
+    """A loader whose batches are never views: TensorFlow may keep them for long: see native_backend.py."""
 
     _may_yield_views = False
 
@@ -131,7 +132,7 @@ class _CopyingLoader(Loader):
         self,
         cache: HasStore | str | os.PathLike[str],
         batch_size: int | None,
-        rooms: Rooms | None,
+        rooms: PaddedBuffers | None,
         **options: Unpack[LoaderArguments],
     ) -> None:
         self._rooms = rooms

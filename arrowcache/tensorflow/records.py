@@ -17,7 +17,7 @@ import xxhash
 from arrowcache.arrow.foreign import other_format
 from arrowcache.arrow.schema import Schema
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.storage.file_rows import fingerprint
+from arrowcache.storage.ingest import fingerprint
 from arrowcache.tensorflow.examples import decode
 
 COMPRESSIONS = (None, "GZIP", "ZLIB")

@@ -23,22 +23,21 @@ import tensorflow as tf
 import xxhash
 from numpy.typing import NDArray
 
-from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import FieldType, Schema
+from arrowcache.arrow.schema import FieldType, Schema, difference
 from arrowcache.errors import SchemaError
 from arrowcache.progress import progress_bar
-from arrowcache.reading.selection import ALL_ROWS, INCLUDED, chosen_of, require_rows, select_for_export
+from arrowcache.reading.row_filter import ALL_ROWS, INCLUDED, chosen_of, require_rows, select_for_export
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import Notes
+from arrowcache.storage.notes_log import NotesLog
 from arrowcache.storage.recovery import HasStore, store_of
+from arrowcache.storage.row_ids import NumberedRows
 from arrowcache.storage.store import Store
 from arrowcache.tensorflow.examples import EXCLUDED_FEATURE, encode_rows
 from arrowcache.tensorflow.intake import Intake
 from arrowcache.tensorflow.records import COMPRESSIONS, fingerprint_of
 from arrowcache.units import format_count, parse_count
 
-_MOST_WORKERS = 256
+_MAX_WORKERS = 256
 _END_BYTES = 64 << 10
 
 
@@ -115,7 +114,7 @@ def _marks_of(store: Store, snapshot: Snapshot) -> NDArray[np.bool_] | None:
     """Tell which rows of a snapshot are excluded: (rows,). None: none is, or a column has the mark's name."""
     if EXCLUDED_FEATURE in store.settings.schema:
         return None
-    excluded = Notes(store).excluded(Rows.of_counts(snapshot.seqs, snapshot.segment_rows))
+    excluded = NotesLog.of(store).excluded(NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows))
     return excluded if excluded.any() else None
 
 
@@ -188,7 +187,7 @@ class TFRecordImport(Intake):
                 f"{store.folder.path} has another schema: {difference(store.settings.schema, schema)}"
             )
         require_compression(compression)
-        workers = parse_count(workers, "workers", most=_MOST_WORKERS)
+        workers = parse_count(workers, "workers", most=_MAX_WORKERS)
         self._files = _distinct(find_files(files))
         self._cache = store.folder.path
         nonce = uuid.uuid4().hex[:8] if again else ""

@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from arrowcache.arrow.schema import FieldType, Schema
-from arrowcache.sampling.sources.choice import Choice
-from arrowcache.sampling.sources.source import Source, shuffled
+from arrowcache.sampling.sources.source import Choice, Source, shuffled
 from arrowcache.tensorflow.records import samples
 from arrowcache.tensorflow.tfrecord import find_files, require_compression
 from arrowcache.units import parse_count

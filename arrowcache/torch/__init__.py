@@ -3,10 +3,9 @@
 try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
     from arrowcache.torch.cached_dataset import CachedDataset, CachedStats, cached
-    from arrowcache.torch.cached_loader import CachedLoader
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
-    from arrowcache.torch.loader import Loader
+    from arrowcache.torch.loader import CachedLoader, Loader
     from arrowcache.torch.packed_loader import PackedLoader, packed
 except ModuleNotFoundError as error:
     raise ImportError(

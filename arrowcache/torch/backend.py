@@ -1,7 +1,8 @@
 """Backend: the few device calls that copying batches needs.
 
-All use of streams, events and memory is here, so that lane.py is the same code on every accelerator, on the
-CPU, and on a device in software in the tests. A backend decides nothing: lane.py decides the order of waits.
+All use of streams, events and memory is here, so that device_copier.py is the same code on every
+accelerator, on the CPU, and on a device in software in the tests. A backend decides nothing:
+device_copier.py decides the order of waits.
 
 `Backend` documents each call, and is the CPU. `Accelerator` is any device with streams, through
 `torch.get_device_module` (CUDA, ROCm, XPU).
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 
-from arrowcache.reading.memory import page_aligned
-from arrowcache.torch.registered import Registered
+from arrowcache.reading.slots import page_aligned
+from arrowcache.torch.pinned_memory import PinnedMemory
 from arrowcache.torch.tensors import move, pinned
 
 #: A stream or an event of a backend: opaque, compared and hashed as a whole.
@@ -124,7 +125,7 @@ class Accelerator(Backend):
         self.device = device
         self._index = device.index  # torch takes microseconds to find it in a device, several times a batch
         self._module: Any = torch.get_device_module(device)
-        self._registered = Registered(self) if device.type == "cuda" else None
+        self._registered = PinnedMemory(self) if device.type == "cuda" else None
 
     def is_capturing(self) -> bool:
         ask = getattr(self._module, "is_current_stream_capturing", None)

@@ -19,12 +19,11 @@ from torch.utils.data import Sampler
 
 from arrowcache.arguments import OF_DATALOADER, instead
 from arrowcache.lifetimes import until_exit
+from arrowcache.reading.batch_source import STOPPED, cut_short
 from arrowcache.reading.epoch import Epochs
-from arrowcache.reading.iterator import STOPPED, cut_short
 from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
-from arrowcache.reading.weights_file import plan_of, state_of
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.torch.distributed import membership_now
 from arrowcache.torch.snapshots import DrawnRows, OwnedEpoch
@@ -206,7 +205,7 @@ class EpochRows(Iterator[list[int]]):
         from that state until its next call, after `snapshot_every_n_steps`, and counts steps of this epoch.
         """
         if self._owned is not None:
-            return state_of(self._sampler._store, self._owned.rest())
+            return self._sampler._made.to_state(self._owned.remaining())
         self._told_before.update(self._sampler._epochs.planned.to_state())
         return self._told_before
 
@@ -217,7 +216,7 @@ class EpochRows(Iterator[list[int]]):
         """
         if self._owned is not None:
             raise ValueError("this epoch has begun: load the state into a new iterator")
-        plan = plan_of(self._sampler._store, state)
+        plan = self._sampler._made.from_state(state)
         self._has_stopped = self._sampler._epochs.pass_over(plan)
         if not self._has_stopped:
             self._sampler._epochs.resume(plan, "skip")
@@ -249,7 +248,7 @@ class EpochRows(Iterator[list[int]]):
             epoch.end()
             raise
         if self._told_before:
-            self._told_before.update(state_of(store, epoch.plan))
+            self._told_before.update(sampler._made.to_state(epoch.plan))
         sampler._current = weakref.ref(self)
         return self._owned
 

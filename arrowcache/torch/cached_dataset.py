@@ -12,61 +12,49 @@ each epoch then makes the same share anew, and no more.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-import multiprocessing
 import os
 import threading
 import time
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from arrowcache.arguments import face, instead
-from arrowcache.arrow.items import getter_of_items, item_of, overrides_getitem_alone
-from arrowcache.arrow.notation import difference
-from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
+from arrowcache.arrow.items import overrides_getitem_alone
+from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, difference
 from arrowcache.cache import Cache
 from arrowcache.display import Card, Facts, Part, Shown, printable
-from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError, warn
+from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError
 from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.progress import flushable_stderr, progress_bar
-from arrowcache.read_through.outbox import IDLE_SECONDS
-from arrowcache.read_through.places import INDEX
-from arrowcache.read_through.reader import Found, ReadThrough
-from arrowcache.read_through.trouble import Trouble
-from arrowcache.reading.iterator import STOPPED
-from arrowcache.sampling.options import MOST_READS, ON_ERROR
-from arrowcache.sampling.reads import Threads
-from arrowcache.sampling.retries import Retries
+from arrowcache.progress import progress_bar
+from arrowcache.read_through.item_index import INDEX
+from arrowcache.read_through.publisher import IDLE_SECONDS, FailureBackoff
+from arrowcache.read_through.read_through import LeftOut, Put, ReadThrough
+from arrowcache.reading.batch_source import STOPPED
+from arrowcache.sampling.dispatcher import MAX_READS
+from arrowcache.sampling.task import require_policy
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
-from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store, is_free, open_store
-from arrowcache.storage.sizing import require_share, settings_of_items
+from arrowcache.storage.settings import CachedItems, Settings, require_share, settings_of_items
 from arrowcache.storage.store import Store
 from arrowcache.torch.codecs import ExactForm
 from arrowcache.torch.collation import batch_of, collated, columns_of
-from arrowcache.torch.randomness import (
-    RandomStates,
-    drawing_apart,
-    random_states,
-    seeds_of_workers,
-    set_random_states,
-)
-from arrowcache.torch.transport import shared_numbers
+from arrowcache.torch.item_source import ItemSource
+from arrowcache.torch.lazy_batch import shared_numbers
+from arrowcache.torch.randomness import seeds_of_workers
+from arrowcache.torch.worker_processes import end_workers, starting_workers
 from arrowcache.units import (
     format_bytes,
     format_count,
@@ -74,7 +62,6 @@ from arrowcache.units import (
     parse_bytes,
     parse_count,
     require_function,
-    shortened,
 )
 
 _IN_LOADER = "an item has no batches: give it to Loader(train, batch_size, ...) or DataLoader(train, ...)"
@@ -86,8 +73,6 @@ _INSTEAD = {
     **instead("headroom", say="nothing is evicted but by replace=, so leave it out"),
     **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
 }
-_NEVER_SKIPPED = (MemoryError, ArrowCacheError)
-_MOST_TRIED = 100  # items at the dataset's begin, to find one that can be made
 _COUNTING = 4096  # rows of counts, one of which a process has; many, so that few share one
 _FILLED_AT_ONCE = 8  # items, for each that is made at a time
 _CLAIMED_AHEAD = 4  # likewise: threads find something to do until the last of them
@@ -147,35 +132,12 @@ class CachedStats(Shown):
 class _Spec:
     """The arguments of `cached`, checked, with the form of an item: what travels to a worker."""
 
-    dataset: Dataset[Any]
+    source: ItemSource
     path: Path
     settings: Settings
     form: ExactForm
     transform: Callable[[Any], Any] | None
     replace: float
-    skips: bool = False  # items that cannot be made
-    asks_for_many: bool = False  # by `__getitems__`, which gives dataset[index]
-
-    @property
-    def many(self) -> Callable[[list[int]], list[Any]] | None:
-        inner: Any = self.dataset
-        return inner.__getitems__ if self.asks_for_many else None
-
-    @property
-    def length(self) -> int:
-        assert self.settings.dataset is not None
-        return self.settings.dataset.length
-
-
-class Unwanted(Exception):
-    """Nobody waits any more for the items that were to be made."""
-
-
-class LeftOut(NamedTuple):
-    """In place of an item that could not be made, with on_error="skip"."""
-
-    number: int
-    error: Exception
 
 
 class CachedDataset(Shown, Closable, Dataset[Any]):
@@ -192,20 +154,20 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         self._names = tuple(leaf.name for leaf in spec.form.leaves)
         self._store: Store | None = None
         self._reader: ReadThrough | None = None
-        self._trouble = Trouble()
-        self._threads: Threads | None = None  # that make items, several at a time
+        self._backoff = FailureBackoff()
         self._is_closed = False
         self._lock = threading.RLock()  # while the cache is opened
         forgets_in_child(self)
 
     def forget_in_child(self) -> None:
-        """Have no reader and no threads: they are the parent's."""
-        self._reader, self._threads, self._lock = None, None, threading.RLock()
+        """Have no reader: it is the parent's."""
+        self._reader, self._lock = None, threading.RLock()
 
     @property
     def dataset(self) -> Dataset[Any]:
         """The dataset inside."""
-        return self._spec.dataset
+        dataset: Dataset[Any] = self._spec.source.dataset
+        return dataset
 
     @property
     def path(self) -> Path:
@@ -213,7 +175,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         return self._spec.path
 
     def __len__(self) -> int:
-        return self._spec.length
+        return self._spec.source.length
 
     def __iter__(self) -> Iterator[Any]:
         """Yield all items in their order. No error of an item ends this as if there were no more."""
@@ -221,7 +183,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises: AttributeError: says where it is, if the dataset inside has it."""
-        inner = None if name.startswith("_") else self._spec.dataset
+        inner = None if name.startswith("_") else self._spec.source.dataset
         says = f"a CachedDataset has no attribute {name!r}"
         if inner is not None and hasattr(inner, name):
             says += f", and the dataset inside has: use train.dataset.{name}, for train = cached(...)"
@@ -256,7 +218,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
     def transformed(self, items: list[Any]) -> list[Any]:
         """Return items with the transform applied, for the package's own use."""
-        for item in items if self._spec.skips else ():
+        for item in items if self._spec.source.skips else ():
             if isinstance(item, LeftOut):
                 raise item.error
         transform = self._spec.transform
@@ -286,7 +248,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             not fit.
         """
         items = self.items_of(indices, is_wanted, reads)
-        if left_out is not None and self._spec.skips:
+        if left_out is not None and self._spec.source.skips:
             left_out += (item for item in items if isinstance(item, LeftOut))
             is_there = [not isinstance(item, LeftOut) for item in items]
             items, indices = [*compress(items, is_there)], indices[is_there]
@@ -318,104 +280,26 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             is_wanted, reads: as of `batch`.
         Raises: as `__getitem__`; Unwanted.
         """
-        reader, make = self.reader_here(), partial(self._make, is_wanted, reads)
+        reader, make = self.reader_here(), partial(self._made, is_wanted, reads)
         if reader is None:
-            return make(wanted.tolist())
-        items: list[Any] = [None] * len(wanted)
-        missing = self._fill_in(items, reader.find(wanted), np.arange(len(wanted)))
-        if not len(missing):
-            return items
-        others = missing[:0]  # that somebody else makes
-        many = self._spec.many
-        at_once = max(reader.made_in_a_moment, reads * _CLAIMED_AHEAD) if many is None else len(missing)
-        for start in range(0, len(missing), at_once):
-            some = missing[start : start + at_once]
-            is_claimed = reader.claim(wanted[some])
-            self._put_in(items, some[is_claimed], make(wanted[some[is_claimed]].tolist(), reader))
-            others = np.concatenate((others, some[~is_claimed]))
-        if len(others) and reader.stores:
-            others = self._fill_in(items, reader.await_claimed(wanted[others]), others)
-        self._put_in(items, others, make(wanted[others].tolist(), reader, is_claimed=False))
-        return items
+            with closing(make(wanted.tolist(), None)) as items:
+                return [*items]
+        at_once = None if self._spec.source.asks_for_many else reads * _CLAIMED_AHEAD
+        return reader.items(wanted, self._spec.form.items, make, at_once)
 
-    def _fill_in(self, items: list[Any], found: Found, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Put found items in their places (n,). Returns: the places that stay empty."""
-        if not len(found.positions):
-            return places
-        self._put_in(items, places[found.positions], self._spec.form.items(found.columns))
-        return np.delete(places, found.positions)
-
-    @staticmethod
-    def _put_in(items: list[Any], places: NDArray[np.int64], new: Iterable[Any]) -> None:
-        for at, item in zip(places.tolist(), new, strict=True):
-            items[at] = item
-
-    def _make(
-        self,
-        is_wanted: Callable[[], bool],
-        reads: int,
-        indices: list[int],
-        reader: ReadThrough | None = None,
-        *,
-        is_claimed: bool = True,
-    ) -> list[Any]:
-        """Have the dataset inside make items; publish those that this process has claimed."""
-        if not indices:
-            return []
-        begun, made, left_out = time.monotonic(), [], []
-
-        def look() -> None:
-            if not is_wanted():
-                raise Unwanted
-
-        try:
-            look()
-            with drawing_apart(), closing(self._given(indices, reads, look)) as items:
-                for index, item in items:
-                    if isinstance(item, LeftOut):
-                        left_out.append(index)
-                        made.append(item)
-                    else:
-                        made.append(_kept(self._spec.form, index, item, reader if is_claimed else None))
-                    if len(made) < len(indices):
-                        look()
-            return made
-        finally:
-            if reader is not None:
-                reader.count(len(made) - len(left_out), time.monotonic() - begun, len(left_out))
-                if is_claimed:
-                    reader.unclaim(indices[len(made) :] + left_out)
-
-    def _given(
-        self, indices: list[int], reads: int, look: Callable[[], None]
-    ) -> Generator[tuple[int, Any], None, None]:
-        """Yield the numbers and items that the dataset inside gives, or `LeftOut` for an item, in order.
+    def _made(
+        self, is_wanted: Callable[[], bool], reads: int, indices: list[int], put: Put | None
+    ) -> Generator[Any, None, None]:
+        """Yield what `columns` keeps of items that the dataset inside makes, or `LeftOut`, in order.
 
         Args:
-            look: called now and then while one is waited for; may raise.
+            put: publishes each item. None: it is only checked.
+        Raises: as `ItemSource.items`. SchemaError: names the item, and says what may help.
         """
-        inner, many = self._spec.dataset, self._spec.many
-
-        def given(some: list[int]) -> Iterable[tuple[int, Any]]:
-            items: Iterable[Any]
-            if self._spec.skips:
-                items = _made_or_left_out(inner, many, some)
-            elif many is None:
-                items = (item_of(inner, index) for index in some)
-            else:
-                items = _many_items(many, some)
-            return zip(some, items, strict=True)
-
-        if reads == 1 or len(indices) == 1:
-            yield from given(indices)
-            return
-        if self._threads is None or self._threads.count != reads:
-            self._threads = Threads(reads, Retries(0))
-        size = 1 if many is None else math.ceil(len(indices) / reads)
-        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
-        with closing(self._threads.results((partial(_listed, given, part) for part in parts), look)) as lists:
-            for some in lists:
-                yield from some
+        form = self._spec.form
+        with closing(self._spec.source.items(indices, is_wanted, reads)) as items:
+            for index, item in items:
+                yield item if isinstance(item, LeftOut) else _kept(form, index, item, put)
 
     # the cache
 
@@ -432,14 +316,13 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         except (FileExistsError, NotADirectoryError):
             raise
         except _UNUSABLE as error:
-            self._trouble.note(error)
+            self._backoff.note(error)
             return
-        reader = self.reader_here()
-        first = np.array([index])
-        if reader is not None and not len(reader.find(first).positions) and reader.claim(first).all():
-            _kept(self._spec.form, index, item, reader)
-        if reader is not None:
-            reader.rest()
+        if (reader := self.reader_here()) is not None:
+            first, publisher = np.array([index]), reader.publisher
+            if not len(reader.find(first).positions) and publisher.claim(first).all():
+                _kept(self._spec.form, index, item, publisher.put)
+            publisher.drain()
 
     @property
     def form(self) -> ExactForm:
@@ -455,18 +338,18 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """True if all items are in the cache, for the package's own use. Raises nothing."""
         if (reader := self.reader_here()) is None:
             return False
-        reader.settle()
+        reader.publisher.flush()
         return reader.has(np.arange(len(self)))
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """Publish what this process made, and end its lease, for the package's own use."""
         if self._reader is not None:
-            self._reader.rest()
+            self._reader.publisher.drain()
 
-    def rest_if_it_turns_over(self) -> None:
-        """Rest where `turn_over` evicts: other ranks do so, too. For the package's own use."""
+    def drain_if_it_turns_over(self) -> None:
+        """Drain where `turn_over` evicts: other ranks do so, too. For the package's own use."""
         if self._spec.replace:
-            self.rest()
+            self.drain()
 
     @property
     def transforms(self) -> bool:
@@ -482,7 +365,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Blocks: while that is published, and small segments are merged.
         Raises: OSError: it cannot be used, such as on a read-only disk.
         """
-        self.rest()  # to end the lease alone is not enough: the thread that publishes begins another one
+        self.drain()  # to end the lease alone is not enough: the thread that publishes begins another one
         return Cache(self._opened())
 
     def _opened(self) -> Store:
@@ -497,14 +380,14 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         if self._reader is not None:
             return self._reader
         with self._lock:
-            if self._reader is None and not self._trouble.why:
+            if self._reader is None and not self._backoff.why:
                 try:
                     self._reader = reader = ReadThrough(
-                        self._opened(), self._names, self._trouble, self._counts.numpy()
+                        self._opened(), self._names, self._backoff, self._counts.numpy()
                     )
-                    finalizer(self, reader.close_soon)  # which publishes what was made
+                    finalizer(self, reader.publisher.close_soon)  # which publishes what was made
                 except _UNUSABLE as error:
-                    self._trouble.note(error)
+                    self._backoff.note(error)
             return self._reader
 
     @property
@@ -516,7 +399,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader = self.reader_here()
         if reader is None:
             return 0
-        reader.settle()
+        reader.publisher.flush()
         return reader.cached
 
     def stats(self) -> CachedStats:
@@ -533,7 +416,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 published_bytes, capacity_bytes = cache.published_bytes, cache.capacity_bytes
                 is_full = cached < len(self) and not store.has_room()
             except (ArrowCacheError, OSError) as error:
-                self._trouble.note(error)
+                self._backoff.note(error)
         return CachedStats(
             len(self),
             cached,
@@ -542,7 +425,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             is_full,
             hits,
             made,
-            self._trouble.why,
+            self._backoff.why,
             left_out,
         )
 
@@ -561,15 +444,15 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Raises: the error of the dataset inside.
         """
         workers = parse_count(workers, "workers", least=0)
-        reads = parse_count(reads, "reads", most=MOST_READS)
+        reads = parse_count(reads, "reads", most=MAX_READS)
         reader = self.reader_here()
         if reader is None:
             return 0
-        reader.settle()
+        reader.publisher.flush()
         missing = reader.missing
-        reader.rest()
+        reader.publisher.drain()
         workers = min(workers, len(missing))
-        with beginning_workers(workers):
+        with starting_workers(workers):
             making = DataLoader(
                 _Filling(self, missing, reads),
                 batch_size=_FILLED_AT_ONCE * reads,
@@ -588,7 +471,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         finally:
             end_workers(stored_of_each)
         cached = self.cached
-        reader.rest()  # which merges small segments
+        reader.publisher.drain()  # which merges small segments
         return cached
 
     def turn_over(self) -> int:
@@ -604,7 +487,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader = self.reader_here()
         if reader is None or not self._spec.replace or not self.stats().is_full:
             return 0
-        reader.rest()
+        reader.publisher.drain()
         store, deadline = self._opened(), time.monotonic() + _TURN_SECONDS
         nbytes = int(self._spec.replace * store.settings.capacity_bytes)
         with the_only_one(store.folder, TURNING_OVER) as is_alone:
@@ -618,7 +501,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         """Publish what was made, and end. Idempotent."""
         self._is_closed = True
         if self._reader is not None:
-            self._reader.close()
+            self._reader.publisher.close()
 
     def __reduce__(self) -> tuple[Callable[..., CachedDataset], tuple[Any, ...]]:
         transform = self._spec.transform
@@ -638,32 +521,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         return Card("CachedDataset", str(self._spec.path), parts)
 
 
-@contextmanager
-def beginning_workers(workers: int) -> Iterator[None]:
-    """While a DataLoader makes its worker processes, and is made.
-
-    Raises: ValueError: this process may have none.
-    """
-    if workers and multiprocessing.current_process().daemon:
-        raise ValueError(
-            "a daemonic process, such as a worker of a DataLoader or of multiprocessing.Pool, can start no "
-            f"{format_count(workers, 'worker')}: pass workers=0"
-        )
-    with warnings.catch_warnings(), flushable_stderr():
-        # Workers wait for the source of items: torch advises as many as there are processors.
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        yield
-
-
-def end_workers(answers: Iterator[Any]) -> None:
-    """End the processes of a DataLoader's iterator, of which an error's traceback may hold a reference.
-
-    Torch ends them as the iterator is deleted, in whichever process that happens. Idempotent.
-    """
-    if hasattr(answers, "_shutdown_workers"):
-        answers._shutdown_workers()
-
-
 class _Filling(Dataset[bool]):
     """The items that are missing, each made and published, as whether it was stored."""
 
@@ -676,7 +533,7 @@ class _Filling(Dataset[bool]):
     def __getitems__(self, places: list[int]) -> list[bool]:
         self._train.items_of(self._missing[places], reads=self._reads)
         reader = self._train.reader_here()
-        return [reader is not None and reader.stores] * len(places)
+        return [reader is not None and reader.publisher.can_store] * len(places)
 
 
 @face("cached()", _INSTEAD)
@@ -743,137 +600,27 @@ def cached(
         they would not give back as it was. ValueError: an argument that does not fit. CacheFullError: a
         smaller capacity than before, which what other processes read does not fit.
     """
-    length = _length_of(dataset)
+    if isinstance(dataset, CachedDataset):
+        raise TypeError("the dataset is cached already: give the one inside, dataset.dataset")
+    require_policy(on_error)
+    source = ItemSource(dataset, skips=on_error == "skip")
     require_function(transform, "transform")
     if not isinstance(version, str):
         raise TypeError(f"version must be a text, not {version!r}")
     require_share(replace, "replace")
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error={on_error!r} is unknown: use one of {ON_ERROR}")
-    with drawing_apart():
-        states = random_states()
-        index, item = (
-            (0, item_of(dataset, 0)) if on_error == "raise" else _first_that_can_be_made(dataset, length)
-        )
+    index, item, states = source.first()
     try:
         form = ExactForm(item, schema, columns)
-        items = CachedItems(length, version, form.classes)
+        items = CachedItems(source.length, version, form.classes)
         settings = _settings(form, form.row(item), parse_bytes(capacity, "capacity"), items)
         first = form.chosen(item)
         form.require_return(first, form.items(columns_of(form, [first], np.zeros(1, np.int64)))[0])
     except SchemaError as error:
         raise SchemaError(f"item {index}: {error}") from None
-    folder, skips = Path(path).absolute(), on_error == "skip"
-    has_many = getter_of_items(dataset) is not None  # asked once: it looks through all that the dataset holds
-    spec = _Spec(dataset, folder, settings, form, transform, float(replace), skips, has_many)
-    if has_many and not _gives_the_same(spec, index, item, states):
-        warn(
-            f"{type(dataset).__name__}.__getitems__ gives other items than dataset[index], as for "
-            f"{[(index + 1) % length, index]}: items are made one by one, by index; mend "
-            "__getitems__, or set it to None"
-        )
-        spec = dataclasses.replace(spec, asks_for_many=False)
-    train = CachedDataset(spec)
+    source.compare_getitems(form, index, item, states)
+    train = CachedDataset(_Spec(source, Path(path).absolute(), settings, form, transform, float(replace)))
     train._begin(index, item)
     return train
-
-
-def _gives_the_same(spec: _Spec, index: int, item: Any, states: RandomStates) -> bool:
-    """True if `__getitems__` gives what dataset[index] gives, as far as two items tell: also in order.
-
-    Each time both are asked with the same random states. Of a dataset with other randomness nothing is known.
-
-    Args:
-        index: of the first item that could be made, which is `item`, and was made with these `states`.
-    """
-    inner, many, form = spec.dataset, spec.many, spec.form
-    assert many is not None
-
-    def tried(make: Callable[[list[int]], Any], indices: list[int]) -> list[Any] | None:
-        set_random_states(states)
-        try:
-            return [*make(indices)]
-        except Exception:  # noqa: BLE001  # such as of an item that cannot be made
-            return None
-
-    def one_by_one(indices: list[int]) -> list[Any]:
-        return [inner[each] for each in indices]
-
-    def are_same(some: list[Any], others: list[Any] | None) -> bool:
-        return others is not None and len(some) == len(others) and all(map(form.is_same_item, some, others))
-
-    with drawing_apart():
-        for indices in ([(index + 1) % spec.length, index], [index]):
-            found = tried(many, indices)
-            before = tried(one_by_one, indices[:-1])
-            if before is not None and are_same([*before, item], found):
-                return True
-            wanted = tried(one_by_one, indices)
-            if wanted is not None:
-                return are_same(wanted, found) or not are_same(wanted, tried(one_by_one, indices))
-        return True
-
-
-def _many_items(many: Callable[[list[int]], Iterable[Any]], indices: list[int]) -> list[Any]:
-    """Return the items that `__getitems__` gives, one for each index.
-
-    Raises: SchemaError: they are fewer or more. RuntimeError: it raised StopIteration.
-    """
-    try:
-        items = [*many(indices)]
-    except StopIteration as error:
-        raise RuntimeError("__getitems__ of the dataset raised StopIteration, which is no item") from error
-    if len(items) != len(indices):
-        raise SchemaError(
-            f"__getitems__ of the dataset gave {format_count(len(items), 'item')} for the indices "
-            f"{shortened(str(indices), 60)}: give one for each, in their order, and None for one that cannot "
-            'be had, with cached(..., on_error="skip")'
-        )
-    return items
-
-
-def _made_or_left_out(
-    inner: Any, many: Callable[[list[int]], Any] | None, indices: list[int]
-) -> Iterator[Any]:
-    """Yield the items of a dataset, or `LeftOut` in place of one that it cannot make."""
-    if many is not None:
-        try:
-            items = _many_items(many, indices)
-        except _NEVER_SKIPPED:
-            raise
-        except Exception:  # noqa: BLE001  # which of them failed is seen one by one
-            pass
-        else:
-            yield from (_unless_none(index, item) for index, item in zip(indices, items, strict=True))
-            return
-    for index in indices:
-        try:
-            item = item_of(inner, index)
-        except _NEVER_SKIPPED:
-            raise
-        except Exception as error:  # noqa: BLE001  # it is counted, or raised where its user asks for it
-            yield LeftOut(index, error)
-        else:
-            yield _unless_none(index, item)
-
-
-def _listed(given: Callable[[list[int]], Iterable[Any]], indices: list[int]) -> list[Any]:
-    return [*given(indices)]
-
-
-def _unless_none(index: int, item: Any) -> Any:
-    return LeftOut(index, SchemaError(f"item {index} is None")) if item is None else item
-
-
-def _first_that_can_be_made(dataset: Any, length: int) -> tuple[int, Any]:
-    """Return an item and its index. Raises: the first error, where none of many can be made."""
-    failed: list[LeftOut] = []
-    for index in range(min(length, _MOST_TRIED)):
-        (item,) = _made_or_left_out(dataset, None, [index])
-        if not isinstance(item, LeftOut):
-            return index, item
-        failed.append(item)
-    raise failed[0].error
 
 
 def _several(index: object, length: int) -> Sequence[int] | None:
@@ -908,27 +655,6 @@ def _shared_counts() -> torch.Tensor:
         return torch.zeros(_COUNTING, 3, dtype=torch.int64)
 
 
-def _length_of(dataset: object) -> int:
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{type(dataset).__name__} is an IterableDataset, whose items have no numbers: write a sampler "
-            "that draws them, for arrowcache.SamplerPool, which fills a rolling cache"
-        )
-    if isinstance(dataset, CachedDataset):
-        raise TypeError("the dataset is cached already: give the one inside, dataset.dataset")
-    if isinstance(dataset, Mapping):
-        raise TypeError(
-            f"a map-style Dataset has items by index; got a {type(dataset).__name__}: give one of its values"
-        )
-    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not has_items or isinstance(dataset, str | bytes):
-        raise TypeError(f"a map-style Dataset has a length and items by index; got {type(dataset).__name__}")
-    length: int = len(dataset)  # type: ignore[arg-type]  # it has one
-    if not length:
-        raise ValueError("the dataset is empty: its items' columns cannot be told")
-    return length
-
-
 def _settings(form: ExactForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
     """Return the settings of a new cache.
 
@@ -941,21 +667,19 @@ def _settings(form: ExactForm, row: Mapping[str, Any], capacity: int, dataset: C
     return settings_of_items(schema, capacity, form.variable_bytes(row), dataset)
 
 
-def _kept(form: ExactForm, index: int, item: Any, reader: ReadThrough | None) -> Any:
-    """Return what `columns` keeps of an item, and publish it, if that was claimed.
+def _kept(form: ExactForm, index: int, item: Any, put: Put | None) -> Any:
+    """Return what `columns` keeps of an item, after it was `put`; without that it is only checked.
 
-    Args:
-        reader: publishes it. None: it is only checked.
     Raises: SchemaError: names the item, and says what may help.
     """
     row: dict[str, Any] = {}
     try:
         kept = form.chosen(item)
         row = form.row_of_chosen(kept)
-        if reader is None:
+        if put is None:
             form.require(row)
         else:
-            reader.put(index, row)
+            put(index, row)
         return kept
     except SchemaError as error:
         raise SchemaError(f"item {index}: {error}{_way_out(form, row)}") from None

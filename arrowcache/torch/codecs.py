@@ -38,9 +38,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from arrowcache.arrow.items import (
     ALONE,
+    Branch,
     ItemForm,
     Leaf,
-    Node,
     Opened,
     Part,
     Same,
@@ -53,7 +53,7 @@ from arrowcache.arrow.items import (
 from arrowcache.arrow.schema import FieldType
 from arrowcache.errors import SchemaError
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.reading.values import ColumnData
+from arrowcache.reading.columns import ColumnData
 from arrowcache.torch.images import ImageCodec, is_image
 from arrowcache.torch.leaves import (
     PLAIN,
@@ -130,7 +130,7 @@ class ExactForm(ItemForm):
         """Make a part of the values of its leaves, in their order."""
         if isinstance(part, Leaf):
             return next(values)
-        assert isinstance(part, Node)
+        assert isinstance(part, Branch)
         children: list[Any] = []
         for each in part.parts:
             if isinstance(each, Same):
@@ -245,7 +245,7 @@ class Codec(Protocol):
     def opened(self, name: str, value: Any) -> Opened:
         """Return the parts of a value. Raises: SchemaError: it has more to it; `name` is its in the error."""
 
-    def made(self, node: Node, children: list[Any]) -> Any:
+    def made(self, node: Branch, children: list[Any]) -> Any:
         """Make a value of new parts."""
 
 
@@ -292,22 +292,22 @@ def parts_of(value: Any) -> Sequence[Any]:
     return codec.opened("", value).values
 
 
-def _images(part: Part) -> Iterator[Node]:
-    if isinstance(part, Node):
+def _images(part: Part) -> Iterator[Branch]:
+    if isinstance(part, Branch):
         if isinstance(_codec_of(part.type), ImageCodec):
             yield part
         for each in part.parts:
             yield from _images(each)
 
 
-def made_of(node: Node, children: list[Any]) -> Any:
+def made_of(node: Branch, children: list[Any]) -> Any:
     """Make a value of new parts, those without a column among them."""
     codec = _codec_of(node.type)
     assert codec is not None
     return codec.made(node, children)
 
 
-def is_value(node: Node) -> bool:
+def is_value(node: Branch) -> bool:
     """True if a node is one value to its user: its first part is what a batch has of it."""
     return isinstance(_codec_of(node.type), ImageCodec | _Encoding)
 
@@ -333,7 +333,7 @@ class _Container:
             return contents(dict, value, value.values(), rest=_types_of(value))
         return contents(type(value), range(len(value)), value)
 
-    def made(self, node: Node, children: list[Any]) -> Any:
+    def made(self, node: Branch, children: list[Any]) -> Any:
         return dict(zip(node.keys, children, strict=True)) if node.type is dict else node.type(children)
 
 
@@ -524,7 +524,7 @@ class _Object:
                     "a dict of its fields",
                 )
 
-    def made(self, node: Node, children: list[Any]) -> Any:
+    def made(self, node: Branch, children: list[Any]) -> Any:
         base: Any = self._base
         kind: Any = self._kind
         own = dict(zip(node.keys[: node.own], children, strict=False))
@@ -648,7 +648,7 @@ class _Encoding:
         text = json.dumps(json.loads(value.__getstate__()), sort_keys=True)  # its own order is random
         return Opened(type(value), ("state",), [""], [text.encode()], 1)
 
-    def made(self, node: Node, children: list[Any]) -> Any:
+    def made(self, node: Branch, children: list[Any]) -> Any:
         made = node.type()
         made.__setstate__(children[0])
         return made

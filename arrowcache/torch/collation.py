@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from arrowcache.arrow.convert import fixed_rows, variable_row
-from arrowcache.arrow.items import Leaf, Node, Part, Same, with_article
+from arrowcache.arrow.items import Branch, Leaf, Part, Same, with_article
 from arrowcache.arrow.schema import FieldType, FixedType, Ragged, String, Tensor
 from arrowcache.errors import SchemaError
-from arrowcache.reading.values import ColumnData, Values
+from arrowcache.reading.columns import ColumnData, Values
 from arrowcache.torch.codecs import ExactForm, is_value, made_of, parts_of
 from arrowcache.torch.tensors import to_tensor
 
@@ -55,7 +55,7 @@ def _batch_of_part(
     """
     if isinstance(part, Leaf):
         return _leaf(part, form.schema[part.name], columns[part.name])
-    assert isinstance(part, Node)
+    assert isinstance(part, Branch)
     children: list[Any] = []
     for at, each in enumerate(part.parts):
         if isinstance(each, Same):
@@ -72,7 +72,7 @@ def _first_of(column: ColumnData) -> ColumnData:
     return Values(column.data[: column.offsets[1]], column.offsets[:2])
 
 
-def _batch_of_node(node: Node, children: list[Any], first: Callable[[], Any]) -> Any:
+def _batch_of_node(node: Branch, children: list[Any], first: Callable[[], Any]) -> Any:
     """Put a batch together of those of its parts, as default_collate does."""
     if is_value(node):
         return children[0]
@@ -109,7 +109,7 @@ def _set_all(mapping: Any, own: Mapping[str, Any]) -> None:
             mapping[key] = value
 
 
-def _shows_what_it_holds(node: Node, parts: Sequence[Any]) -> bool:
+def _shows_what_it_holds(node: Branch, parts: Sequence[Any]) -> bool:
     """True if a mapping's own code gives the values that are in it, whatever they are."""
     own = {key: object() for key in node.keys[: node.own]}
     try:

@@ -1,8 +1,8 @@
 """CacheDataset and `dataloader`: a cache through the stock torch.utils.data.DataLoader.
 
 No sample's bytes pass between processes where there is no transform: a worker answers with row ids,
-and the process that receives them gathers (descriptor.py). With a transform a worker maps the cache
-itself, gathers, transforms, and its tensors travel in shared memory without a name (transport.py).
+and the process that receives them gathers (lazy_batch.py). With a transform a worker maps the cache
+itself, gathers, transforms, and its tensors travel in shared memory without a name.
 
 The dataset reads the rows that an EpochBatchSampler has drawn, and nothing else: it has no rows of its own,
 since the rows of a rolling cache differ in each epoch. It pickles as its settings.
@@ -22,18 +22,17 @@ from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_in
 from arrowcache.arguments import face, instead
 from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.reading.iterator import STOPPED
-from arrowcache.reading.selection import INCLUDED
-from arrowcache.reading.values import Values
+from arrowcache.reading.batch_source import STOPPED
+from arrowcache.reading.columns import Values
+from arrowcache.reading.row_filter import INCLUDED
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch import snapshots
 from arrowcache.torch.batch_sampler import INSTEAD, EpochBatchSampler
-from arrowcache.torch.descriptor import Descriptor
-from arrowcache.torch.parent_watch import ParentWatch
+from arrowcache.torch.lazy_batch import LazyBatch, SentResult, failure, wrapped
 from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import to_tensor
-from arrowcache.torch.transport import Result, failure, made
+from arrowcache.torch.worker_processes import ParentWatch
 from arrowcache.units import parse_count, require_function, shortened
 
 Transform = Callable[[dict[str, Any]], Any]
@@ -122,13 +121,13 @@ class CacheDataset(Dataset[dict[str, Any]]):
         rows = self._checked(indices)
         worker = get_worker_info()
         if worker is None:
-            return made(self._make(rows), rows.arrival)
+            return wrapped(self._make(rows), rows.arrival)
         if self._transform is None:
-            return Descriptor(rows, self._names, self._store)
+            return LazyBatch(rows, self._names, self._store)
         try:
-            return made(self._make(rows), rows.arrival)
+            return wrapped(self._make(rows), rows.arrival)
         except Exception:  # noqa: BLE001  # travels as torch's own do, and counts as delivered
-            return Result(failure(f"in DataLoader worker process {worker.id}"), rows.arrival)
+            return SentResult(failure(f"in DataLoader worker process {worker.id}"), rows.arrival)
 
     def __getitem__(self, index: Sequence[int]) -> Any:
         """Return a batch, for a DataLoader of `sampler=EpochBatchSampler(...), batch_size=None`.
@@ -169,7 +168,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
 
     def _make(self, rows: DrawnRows) -> Any:
         if self._transform is None:
-            return Descriptor(rows, self._names, self._store).make()
+            return LazyBatch(rows, self._names, self._store).make()
         try:
             result = self._transform(rows.read(self._names, self._store))
             return tensors_of(result, self._store.settings.schema)

@@ -1,16 +1,19 @@
 """DevicePrefetcher: takes the next batches to a device while this one trains.
 
-This module is the face for users. iteration.py takes batches of the source and lends them, and
-lane.py copies them to a device. The consumer's own calls of `next` drive both: there is no thread.
+`DevicePrefetcher` is the face for users; an `Iteration` is one pass over a source. Each step takes the
+ready batches of the source, begins their copies, and lends the oldest; device_copier.py copies them. The
+consumer's own calls of `next` drive both: there is no thread.
 
 Guarantees: kept batches are not overwritten. Streams, slots and device memory live as long as the
 prefetcher, over all its iterations. It never synchronizes the device. An iteration ends by exhaustion,
-`break`, an exception, a newer one, `close` or the interpreter's exit.
+`break`, an exception, a newer one, `close` or the interpreter's exit. An ended iteration holds no batch,
+and has closed its source.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,18 +25,28 @@ import torch
 from numpy.typing import NDArray
 
 from arrowcache.arguments import face
-from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
-from arrowcache.reading.iterator import NEWER, cut_short
+from arrowcache.lifetimes import Closable, at_exit, call_all, until_exit
+from arrowcache.limits import Limits
+from arrowcache.reading.assembly import ReadyBatch
+from arrowcache.reading.batch_source import NEWER, BatchSource
 from arrowcache.torch.backend import Backend, backend_of
-from arrowcache.torch.deferred import defer, let_go, tidy
-from arrowcache.torch.iteration import BatchSource, DeliveryCounts, Iteration
-from arrowcache.torch.lane import Lane, ThreadLock
+from arrowcache.torch.device_copier import (
+    DeviceCopier,
+    InFlightBatch,
+    IterationEnd,
+    ThreadLock,
+    close_copier,
+    defer,
+    keep,
+    tidy,
+)
+from arrowcache.torch.structure import split
 from arrowcache.units import parse_count
 
 Device = str | int | torch.device
 
 CLOSE_SECONDS = 5.0  # longest wait of `close` for a device
-_MOST_DEPTH = 1024
+_MAX_DEPTH = 1024
 _CLOSED = "the prefetcher is closed: make a new one"
 _CLOSING = "the prefetcher was closed"
 _FORKED = "this prefetcher", "make a new one here"
@@ -115,13 +128,13 @@ class DevicePrefetcher(Closable):
             raise ValueError("devices=[] names none: give a list such as ['cuda:0', 'cuda:1']")
         if not isinstance(iterable, Iterable) and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"a {type(iterable).__name__} is no iterable of batches")
-        self._depth = parse_count(depth, "depth", most=_MOST_DEPTH)
+        self._depth = parse_count(depth, "depth", most=_MAX_DEPTH)
         self._is_split = devices is not None
         self._setup(iterable, [backend_of(each) for each in wanted])
 
     def _setup(self, iterable: Iterable[Any], backends: Sequence[Backend]) -> None:
         self._iterable = iterable
-        self._lanes = [Lane(backend, self._depth) for backend in backends]
+        self._copiers = [DeviceCopier(backend, self._depth) for backend in backends]
         self._iteration: Callable[[], Iteration | None] = lambda: None  # a weak reference
         self._counts = DeliveryCounts()
         self._lock = ThreadLock()
@@ -135,16 +148,33 @@ class DevicePrefetcher(Closable):
         """
         self._begin()
         iterator = iter(self._iterable)
-        return self._over(_Iterator(iterator, is_ours=iterator is not self._iterable), _FORKED)
+        source = _Iterated(iterator, is_ours=iterator is not self._iterable)
+        return self.over(source, None, _as_it_is, _FORKED)
 
-    def over(self, source: BatchSource) -> Iteration:
-        """Iterate over an epoch of a loader, in the same memory. Raises: as `iter`."""
-        return self._over(source, _FORKED_EPOCH)
+    def over(
+        self,
+        source: BatchSource,
+        timeout_seconds: float | None,
+        finish: Callable[[Any], Any],
+        forked: tuple[str, str] = _FORKED_EPOCH,
+    ) -> Iteration:
+        """Iterate over an epoch of a loader, in the same memory. Raises: as `iter`.
 
-    def _over(self, source: BatchSource, forked: tuple[str, str]) -> Iteration:
+        Args:
+            finish: makes tensors of a batch; a method of the loader, which so lives as long as the iteration.
+            forked: what a forked child cannot use, and what to do there.
+        """
         self._begin()
-        alone = partial(self._alone, forked)
-        iteration = Iteration(source, self._lanes, alone, self._depth, self._counts, is_split=self._is_split)
+        iteration = Iteration(
+            source,
+            timeout_seconds,
+            finish,
+            self._copiers,
+            partial(self._alone, forked),
+            self._depth,
+            self._counts,
+            is_split=self._is_split,
+        )
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -155,24 +185,24 @@ class DevicePrefetcher(Closable):
     @property
     def devices(self) -> list[torch.device]:
         """The devices of the batches."""
-        return [lane.backend.device for lane in self._lanes]
+        return [copier.backend.device for copier in self._copiers]
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """Return (nbytes,) on the host, for the package's own use.
 
         Arrays over it go to the (first) device without another copy.
         """
-        return self._lanes[0].backend.host_memory(nbytes).numpy()
+        return self._copiers[0].backend.host_memory(nbytes).numpy()
 
     def stats(self) -> PrefetcherStats:
         """Return counts of lent batches, and of the memory for them."""
         return PrefetcherStats(
             batches=self._counts.batches,
-            bytes=sum(lane.lent_bytes for lane in self._lanes),
+            bytes=sum(copier.lent_bytes for copier in self._copiers),
             stall_seconds=self._counts.stall_seconds,
-            device_bytes=sum(lane.device_bytes for lane in self._lanes),
-            device_allocations=sum(lane.allocations for lane in self._lanes),
-            pinned_bytes=sum(lane.pinned_bytes for lane in self._lanes),
+            device_bytes=sum(copier.device_bytes for copier in self._copiers),
+            device_allocations=sum(copier.allocations for copier in self._copiers),
+            pinned_bytes=sum(copier.pinned_bytes for copier in self._copiers),
             device_seconds=self._counts.device_seconds,
         )
 
@@ -192,13 +222,13 @@ class DevicePrefetcher(Closable):
             call_all(calls)
             return
         try:
-            call_all([*calls, *(partial(let_go, lane, CLOSE_SECONDS) for lane in self._lanes)])
+            call_all([*calls, *(partial(close_copier, copier, CLOSE_SECONDS) for copier in self._copiers)])
         finally:
             self._lock.leave()
 
     def is_inherited(self) -> bool:
-        """True if this process was forked from the one that made the lanes."""
-        return not self._lanes[0].origin.is_here
+        """True if this process was forked from the one that made the copiers."""
+        return not self._copiers[0].origin.is_here
 
     def _alone(self, forked: tuple[str, str], step: Callable[[], Any]) -> Any:
         """Call a step that takes a batch, while no other thread takes one.
@@ -206,11 +236,11 @@ class DevicePrefetcher(Closable):
         Args:
             forked: what a forked child cannot use, and what to do there.
         """
-        self._lanes[0].origin.require(*forked)
+        self._copiers[0].origin.require(*forked)
         if not self._lock.take():
             raise RuntimeError("another thread is in `next` of this prefetcher: one at a time takes batches")
         try:
-            if any([lane.backend.is_capturing() for lane in self._lanes]):  # noqa: C419  # quicker
+            if any([copier.backend.is_capturing() for copier in self._copiers]):  # noqa: C419  # quicker
                 raise RuntimeError(
                     "a graph is being captured, and no batch can come meanwhile: take it before, and copy it "
                     "into the graph's static input"
@@ -225,15 +255,15 @@ class DevicePrefetcher(Closable):
     def _begin(self) -> None:
         if self._closed:
             raise ValueError(_CLOSED)
-        self._lanes[0].origin.require(*_FORKED)
+        self._copiers[0].origin.require(*_FORKED)
         if (iteration := self._iteration()) is not None:
             iteration.close(NEWER)
 
     @until_exit
     def __del__(self) -> None:
-        for lane in getattr(self, "_lanes", ()):
-            if not lane.is_quiet():
-                defer(lane)
+        for copier in getattr(self, "_copiers", ()):
+            if not copier.is_quiet():
+                defer(copier)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -246,38 +276,45 @@ class DevicePrefetcher(Closable):
         return f"<DevicePrefetcher to {where}: depth={self._depth}>"
 
 
-class _Iterator:
+class _Iterated(BatchSource):
     """An iterator as a source. `is_ours`: it is closed at the end, if possible."""
 
+    _what = "iteration"
+
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
+        super().__init__(None)
         self._iterator, self._is_ours = iterator, is_ours
         self._is_over, self._ahead = False, 0  # all batches were taken; those that are not delivered
-        self._because: str | None = None
-        self._origin = Origin()
 
-    def next(self) -> tuple[Any, bool]:
+    def _take(self, timeout_seconds: float | None) -> ReadyBatch | None:  # noqa: ARG002  # it cannot be told
         try:
             batch = next(self._iterator)
         except StopIteration:
             self._is_over = True
-            raise
+            return None
         self._ahead += 1
-        return batch, True
+        return ReadyBatch(batch, 0, 0, 0, 0.0, None)
 
-    def is_ready(self) -> bool:
+    def _look(self) -> bool:
         return True  # it cannot be asked
 
-    def deliver(self, receipt: bool | None) -> None:
-        if receipt:
-            self._ahead -= 1
-        elif self._because is not None and not (self._is_over and not self._ahead):
-            raise cut_short(self._because, "iteration")
+    def _count(self, made: ReadyBatch) -> None:  # noqa: ARG002
+        self._ahead -= 1
 
-    def close(self, error: type[BaseException] | None, because: str | None = None) -> None:  # noqa: ARG002
-        self._because = self._because or because
+    def _is_whole(self) -> bool:
+        return self._is_over and not self._ahead
+
+    def _abandon(self) -> None:
+        """Nothing is under way."""
+
+    def _release(self) -> None:
         iterator, self._iterator = self._iterator, iter(())
-        if self._is_ours and self._origin.is_here and callable(end := getattr(iterator, "close", None)):
+        if self._is_ours and callable(end := getattr(iterator, "close", None)):
             end()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _close_all() -> None:
@@ -287,3 +324,191 @@ def _close_all() -> None:
 
 
 at_exit(_close_all)
+
+
+@dataclass(slots=True)
+class DeliveryCounts:
+    """Counts of an iteration: batches that were lent, seconds of stall and of waits for a device."""
+
+    batches: int = 0
+    stall_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+
+class Iteration(Iterator[Any]):
+    """The consumer's iterator over the batches of one pass.
+
+    Args:
+        finish: makes tensors of a batch; a method of the loader, which so lives as long as this.
+        alone: calls a function while only this thread uses the copiers, or raises an error that says why not.
+            It keeps their owner alive.
+        is_split: True if each device gets a part of each batch; a list of the parts is lent.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        timeout_seconds: float | None,
+        finish: Callable[[Any], Any],
+        copiers: Sequence[DeviceCopier],
+        alone: Callable[[Callable[[], Any]], Any],
+        depth: int,
+        counts: DeliveryCounts,
+        *,
+        is_split: bool,
+    ) -> None:
+        self._iteration_end = IterationEnd()
+        self._calls = 0
+        # With copies to begin, and receipt.
+        self._fetched: tuple[list[InFlightBatch], ReadyBatch] | None = None
+        self._flights: deque[tuple[list[InFlightBatch], ReadyBatch]] = deque()
+        self._error: Exception | None = None  # of the source, or its end: raised after earlier batches
+        self._is_inside = False  # a thread is in `__next__`
+        self._because: str | None = None
+        self._copiers, self._alone, self._depth, self._counts = copiers, alone, depth, counts
+        self._is_split = is_split
+        self._timeout_seconds, self._finish = timeout_seconds, finish
+        self._source = source
+
+    def __next__(self) -> Any:
+        """Return the next batch, on the device; a list with one part a device, if there are several.
+
+        Blocks: until the source has made the batch and its copy was begun; not for the copy itself. If no
+            copy is in flight, and the device still works on earlier copies, until they are over.
+        Raises: StopIteration. Errors of the source. OutOfMemoryError. RuntimeError: a newer iteration, or
+            `close` of the prefetcher or its loader, ended this one. The iteration has ended after any of
+            these. RuntimeError: a graph is captured, or another thread takes a batch: it can go on then.
+        """
+        return self._alone(self._step)
+
+    def close(self, because: str | None = None) -> None:
+        """End the iteration: drop batches that were not delivered. Does not wait. Idempotent.
+
+        Calls no device: any thread may call it, and the garbage collector.
+
+        Args:
+            because: its consumer gets this reason in place of a StopIteration. None: it closed this itself.
+        Raises: errors of the source's `close`.
+        """
+        if not self._iteration_end.has_ended:
+            self._because = because
+        self._iteration_end.has_ended = True
+        if not self._is_inside:  # else that thread cleans up
+            self._release(None)
+
+    @until_exit
+    def __del__(self) -> None:
+        if hasattr(self, "_source"):
+            self._iteration_end.has_ended = True
+            self._release(GeneratorExit)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an iteration over a DevicePrefetcher cannot be pickled or copied")
+
+    def _step(self) -> Any:
+        failed: type[BaseException] | None = None
+        try:
+            self._is_inside = True
+            return self._next()
+        except BaseException as error:
+            if not self._iteration_end.has_ended:
+                self._iteration_end.has_ended, failed = True, type(error)
+            raise
+        finally:
+            self._is_inside = False
+            if self._iteration_end.has_ended:
+                with suppress(Exception):  # the source's error; its consumer has one already, or the end
+                    self._release(failed)
+
+    def _next(self) -> Any:
+        if self._iteration_end.has_ended:
+            self._stop()
+        self._calls += 1
+        for copier in self._copiers:
+            copier.collect()
+        self._fill(1 + min(self._calls - 1, self._depth))
+        # Another thread's end: flights may be overwritten.
+        if self._iteration_end.has_ended or not self._flights:
+            self._stop()
+        flights, receipt = self._flights[0]
+        batch = [copier.lend(flight) for copier, flight in zip(self._copiers, flights, strict=True)]
+        self._flights.popleft()
+        self._counts.batches += 1
+        try:
+            self._source.deliver(receipt)
+        except BaseException:
+            self._iteration_end.has_ended = True
+            raise
+        return batch if self._is_split else batch[0]
+
+    def _stop(self) -> NoReturn:
+        error, self._error = self._error, None
+        try:
+            if error is not None and not isinstance(error, StopIteration):
+                raise error
+        finally:
+            del error  # its traceback has this frame
+        self._iteration_end.has_ended = True
+        if self._because is not None:
+            self._source.close(self._because)
+        self._source.deliver(None)
+        raise StopIteration
+
+    def _release(self, error: type[BaseException] | None) -> None:
+        if not self._copiers[0].origin.is_here:
+            keep(self._fetched, [*self._flights])
+        self._fetched = self._error = None
+        self._flights.clear()
+        self._source.close(self._because, error)
+
+    def _fill(self, target: int) -> None:
+        """Fill the flights up to `target`, as far as the device and the source are ready."""
+        while len(self._flights) < target:
+            if self._fetched is None:
+                if self._error is not None or (self._flights and not self._source.is_ready()):
+                    return
+                self._fetch()
+            elif self._send(self._fetched[0]):
+                self._flights.append(self._fetched)
+                self._fetched = None
+            else:
+                return
+
+    def _fetch(self) -> None:
+        started = Limits.current.clock()
+        try:
+            try:
+                made = self._source.next(self._timeout_seconds)
+            finally:
+                self._counts.stall_seconds += Limits.current.clock() - started
+            if made is None:
+                self._error = StopIteration()
+                return
+            batch, receipt = self._finish(made.batch), made._replace(batch=None)
+            del made
+            parts = split(batch, len(self._copiers)) if self._is_split else [batch]
+            flights = [copier.take(part) for copier, part in zip(self._copiers, parts, strict=True)]
+            self._fetched = flights, receipt
+        except Exception as error:  # noqa: BLE001  # such as a leaf that would lose its values
+            self._error = error
+
+    def _send(self, flights: Sequence[InFlightBatch]) -> bool:
+        """Begin the copies to each device. Returns: False: not now, but others are in flight."""
+        for copier, flight in zip(self._copiers, flights, strict=True):
+            try:
+                while flight.plan is None and not copier.send(flight, self._iteration_end):
+                    if self._flights:
+                        return False
+                    self._wait_for(copier)
+            except torch.OutOfMemoryError:
+                if not self._flights:
+                    raise
+                return False
+        return True
+
+    def _wait_for(self, copier: DeviceCopier) -> None:
+        started = Limits.current.clock()
+        try:
+            copier.wait()
+        finally:
+            self._counts.device_seconds += Limits.current.clock() - started

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arrowcache.arrow.items import Node, Opened, with_article
+from arrowcache.arrow.items import Branch, Opened, with_article
 from arrowcache.os_errors import importing
 from arrowcache.torch.leaves import refusal
 
@@ -65,7 +65,7 @@ class ImageCodec:
             Image, ("pixels", "info"), ["", ".info"], [pixels, _info_of(name, value)], 2, (Mode(value.mode),)
         )
 
-    def made(self, node: Node, children: list[Any]) -> Any:
+    def made(self, node: Branch, children: list[Any]) -> Any:
         image = _pillow()
         pixels, text = children
         mode = node.rest[0].name

@@ -28,7 +28,7 @@ from arrowcache.arrow.dtype import DTYPES, bits_of, dtype_of
 from arrowcache.arrow.items import Leaf, with_article
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor
 from arrowcache.errors import SchemaError
-from arrowcache.reading.values import ColumnData, Values
+from arrowcache.reading.columns import ColumnData, Values
 from arrowcache.torch.tensors import to_tensor
 
 _NUMBERS = (bool, int, float, complex)

@@ -14,7 +14,7 @@ from arrowcache.reading.sequences import SequenceAssembly
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.store import Store
 from arrowcache.torch.device import Device
-from arrowcache.torch.loader import Loader
+from arrowcache.torch.loader import CachedLoader, Loader
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -161,10 +161,10 @@ def packed(
         cache.
     """
     chosen: dict[str, Any] = {**options}
-    if isinstance(source, NumpyLoader):
+    if isinstance(source, NumpyLoader) and not isinstance(source, CachedLoader):
         chosen, device = _options_of(source) | chosen, device or _device_of(source)
         source = _Opened(source._store)
-    cache = store_of(source)
+    cache = store_of(source)  # type: ignore[arg-type]  # which refuses a CachedLoader
     if chosen.get("shuffle", "rows") not in _SHUFFLES:
         raise ValueError(
             f"shuffle={chosen['shuffle']!r} is unknown, or of no use to documents, which are taken one by "

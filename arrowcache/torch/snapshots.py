@@ -12,7 +12,7 @@ A process that gets such rows reads them
 
 Guarantees: row ids are never read in another snapshot than the one they were drawn for; rows whose
 segments are gone are an error, not other rows; nothing here waits for another process (but for
-cache.lock). It must never raise where a result is unpickled: descriptor.py ensures that.
+cache.lock). It must never raise where a result is unpickled: lazy_batch.py ensures that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +33,12 @@ from torch.utils.data import get_worker_info
 from arrowcache.errors import ArrowCacheError, MissingSegmentsError, WorkerError
 from arrowcache.lifetimes import Origin, at_exit, forgets_in_child
 from arrowcache.os_errors import start
+from arrowcache.reading.columns import Columns
 from arrowcache.reading.epoch import Epoch
-from arrowcache.reading.gather import Gather
+from arrowcache.reading.gather import PendingRead, batches_ahead
 from arrowcache.reading.plan import Plan, runs_of, segments_of
 from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.reading.temperature import batches_ahead
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
@@ -143,7 +143,7 @@ class OwnedEpoch:
         self._batch_size, self._slots = batch_size, slots
         self._pending: set[int] = set()  # steps that were drawn, and have not arrived
         self._drawn: dict[int, NDArray[np.int64]] = {}  # step -> rows that may be read here
-        self._begun: dict[int, _Begun] = {}  # reads of the next batches, by step
+        self._begun: dict[int, PendingRead] = {}  # reads of the next batches, by step
         self._sent = 0
         self._is_closed = False
         _owned[self.name.key] = self
@@ -157,14 +157,14 @@ class OwnedEpoch:
         """True if all batches are drawn; some may be on their way."""
         return self._sent == self._epoch.order.steps
 
-    def rest(self) -> Plan:
-        return self._epoch.order.rest(self._sent)
+    def remaining(self) -> Plan:
+        return self._epoch.order.remaining(self._sent)
 
     def draw(self) -> DrawnRows | None:
         """Draw the next batch, or return None after the last one."""
         order, step, rows = self._epoch.order, self._sent, None
         if step < order.steps:
-            oldest = order.segments_span(step).start if self._epoch.plan.is_in_order else 0
+            oldest = order.segments_span(step).start if self._epoch.plan.shuffle.is_in_order else 0
             rows = DrawnRows(self.name, step, order.batches(step, step + 1), oldest, order.steps - step - 1)
             self._pending.add(step)
             self._drawn[step] = rows.ids
@@ -180,29 +180,26 @@ class OwnedEpoch:
         """
         snapshot, begun = self._epoch.snapshot, self._begun.pop(step, None)
         self._drawn.pop(step, None)
-        if begun is None or begun.names != names:
+        if begun is None or begun.columns is None or begun.columns.names != names:
             columns = snapshot.gather(ids, names, out=self._lend(ids, names).arrays())
         else:
-            gather = begun.gather.wait()
-            snapshot.temperature.note(len(ids), gather.missed)
-            columns = begun.slot.arrays() | gather.values()
-        if snapshot.temperature.is_cold:
+            columns = begun.result()
+        if snapshot.read_mode.is_cold:
             most = batches_ahead(self._batch_size, self._batch_size * snapshot.row_bytes)
             for each in [*self._drawn][: max(0, most - len(self._begun))]:
                 with suppress(Exception):  # the read of that batch raises it again
                     self._begun[each] = self._begin(self._drawn.pop(each), names)
         return {name: columns[name] for name in names}
 
-    def _begin(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> _Begun:
-        slot = self._lend(ids, names)
-        return _Begun(names, slot, self._epoch.snapshot.begin_gather(ids, names, slot))
+    def _begin(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> PendingRead:
+        snapshot = self._epoch.snapshot
+        return snapshot.read(ids, snapshot.columns_of(names), self._lend(ids, names))
 
     def _lend(self, ids: NDArray[np.int64], names: tuple[str, ...]) -> Slot:
-        fixed = self.store.settings.schema.fixed
         slots = self._slots.get(names)
         if slots is None:
-            columns = {name: (fixed[name].shape, fixed[name].numpy_dtype) for name in names if name in fixed}
-            slots = self._slots.setdefault(names, Slots(columns, self._batch_size))
+            memory = Columns.of(self.store.settings.schema, names).memory
+            slots = self._slots.setdefault(names, Slots(memory, self._batch_size))
         return slots.lend(len(ids))
 
     def delivered(self, step: int) -> None:
@@ -225,12 +222,6 @@ class OwnedEpoch:
         self._is_closed = True
         self._begun.clear()
         self._epoch.end()
-
-
-class _Begun(NamedTuple):
-    names: tuple[str, ...]
-    slot: Slot
-    gather: Gather
 
 
 # Single operations, without a lock that a fork could find held.

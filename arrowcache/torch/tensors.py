@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from arrowcache.arrow.convert import is_masked
 from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
-from arrowcache.reading.values import Values
+from arrowcache.reading.columns import Values
 
 
 def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:

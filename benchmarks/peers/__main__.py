@@ -20,21 +20,25 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.peers import page_cache, report
+from benchmarks.peers import report
 from benchmarks.peers.case import Case, peer_of
 from benchmarks.peers.registry import PEERS, Peer
-from benchmarks.peers.results import Results, Rolling
+from benchmarks.peers.results import Results
 from benchmarks.peers.rolling import ROLLING
-from benchmarks.peers.tree import Watch
 from benchmarks.peers.workload import Workload
+from benchmarks.usage import drop, private_bytes, shared_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
 
 ROOT = Path(__file__).parents[2]
 WARM = [
@@ -72,6 +76,37 @@ def interpreter(environment: str) -> Path:
     """
     subprocess.run(["make", "--quiet", f".envs/{environment}/.stamp"], cwd=ROOT, check=True)
     return ROOT / ".envs" / environment / "bin" / "python"
+
+
+class Watch:
+    """The peaks of memory that a process and its children hold, looked at from outside, in bytes.
+
+    Private memory is the sum of their Pss_Anon. Shared memory is how much more the whole machine has of it
+    than before, so nothing else may run. A thread looks every 0.2 seconds; a context manager.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._process, self._before = psutil.Process(pid), shared_bytes()
+        self._ended, self._thread = threading.Event(), threading.Thread(target=self._run)
+        self.private_bytes = self.shared_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.2):
+            try:
+                processes = [self._process, *self._process.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            private = sum(private_bytes(process.pid) for process in processes)
+            self.private_bytes = max(self.private_bytes, private)
+            self.shared_bytes = max(self.shared_bytes, shared_bytes() - self._before)
 
 
 def run(python: Path, *arguments: str) -> dict[str, Any]:
@@ -131,7 +166,7 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
                     break
                 try:
                     if is_cold:
-                        page_cache.drop(folder)
+                        drop(folder)
                 except RuntimeError as error:
                     one: dict[str, Any] = {"failed": str(error)}
                 else:
@@ -141,10 +176,10 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
             print(report.line(peer.name, case, figures), flush=True)
 
 
-def roll(runs: Rolling, names: Collection[str]) -> None:
+def roll(results: Results, names: Collection[str]) -> None:
     """Run the rolling case as often as it is not run yet."""
     for name, (peer, options) in ROLLING.items():
-        if runs.has(name) or peer not in names:
+        if results.has_run(name) or peer not in names:
             continue
         with tempfile.TemporaryDirectory() as folder:
             known = peer_of(peer)
@@ -156,9 +191,9 @@ def roll(runs: Rolling, names: Collection[str]) -> None:
                 )
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 print(f"{name}: failed: {error}", flush=True)
-                runs.add(name, {"peer": peer, "failed": str(error).partition(" ")[2][-200:]})
+                results.add_run(name, {"peer": peer, "failed": str(error).partition(" ")[2][-200:]})
             else:
-                runs.add(name, json.loads(Path(folder, "result").read_text()))
+                results.add_run(name, json.loads(Path(folder, "result").read_text()))
 
 
 def merged(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -210,21 +245,21 @@ def main() -> None:
     options = parse()
     names = options.peers
     chosen = [peer for peer in PEERS if peer.name in names]
-    results, runs = Results(), Rolling()
+    results = Results()
     if options.again and "cases" in options.parts:
         results.forget(names)
     if options.again and "rolling" in options.parts:
-        runs.forget([name for name, (peer, _) in ROLLING.items() if peer in names])
+        results.forget(runs=[name for name, (peer, _) in ROLLING.items() if peer in names])
     if "cases" in options.parts:
         for is_cold, workloads in ((False, WARM), (True, COLD)):
             for workload in workloads:
                 for peer in chosen:
                     measure(peer, workload, results, is_cold=is_cold)
     if "rolling" in options.parts:
-        roll(runs, names)
+        roll(results, names)
     if "faults" in options.parts:
         harm(names)
-    report.write(results)
+    report.write(Results())  # faults are written by a process of their own
 
 
 if __name__ == "__main__":

@@ -10,11 +10,8 @@ epoch the bytes are counted.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import json
-import os
-import resource
 import statistics
 import sys
 import time
@@ -27,16 +24,16 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.peers.adapters import ADAPTERS, Adapter
 from benchmarks.peers.registry import PEERS, Peer
-from benchmarks.peers.workload import Adapter, Batch, Workload, digest
-from benchmarks.spinning import spin
+from benchmarks.peers.workload import Batch, Workload, digest
+from benchmarks.usage import spin, tree_cpu_seconds
 
 RUNS = 5
 RUN_SECONDS = 0.5  # at least
 SOURCE_BYTES = 128 << 20  # of memcpy, far more than the processor's caches hold
-MOST_SECONDS = 20.0  # of all runs: a slow peer has fewer
+MAX_SECONDS = 20.0  # of all runs: a slow peer has fewer
 SPIN_RATE, SPIN_SECONDS, SPIN_TURNS = 0.2e9, 1.0, 3
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 Consumer = Callable[[NDArray[np.float32]], None]
 
@@ -68,8 +65,8 @@ def peer_of(name: str) -> Peer:
     return next(peer for peer in PEERS if peer.name == name)
 
 
-def adapter_of(name: str) -> Adapter:
-    return cast(Adapter, importlib.import_module(f"benchmarks.peers.adapters.{peer_of(name).module}"))
+def adapter_of(name: str) -> type[Adapter]:
+    return ADAPTERS[peer_of(name).module]
 
 
 def consumer_of(kind: str, workload: Workload) -> Consumer:
@@ -104,30 +101,6 @@ def check(epoch: Iterable[Batch], workload: Workload, *, shuffled: bool, once: b
     in_order = float((np.diff(ids) == 1).mean())
     if shuffled and in_order > 0.5:
         raise AssertionError(f"not shuffled: {in_order:.0%} of the rows follow the one before")
-
-
-def tree_cpu_seconds() -> float:
-    """User and system time of this process, its children, and theirs, ended or not."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    todo = _children(os.getpid())
-    while todo:
-        pid = todo.pop()
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended, and its parent's time has its own
-        total += sum(map(int, fields[11:15])) / _TICKS
-        todo += _children(pid)
-    return total
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
 
 
 def memcpy_seconds(source: NDArray[np.float32], workload: Workload, consumer: Consumer, nbytes: int) -> float:
@@ -191,7 +164,7 @@ def measure(name: str, folder: Path, case: Case) -> dict[str, Any]:
             copied = max(nbytes // 4, 1 << 28)
             figures["memcpy_gbps"].append(copied / memcpy_seconds(source, workload, consume, copied) / 1e9)
             figures["first_batch"].append(statistics.median(waits))
-            if time.perf_counter() - begun > MOST_SECONDS:
+            if time.perf_counter() - begun > MAX_SECONDS:
                 break
         if case.spins:
             figures |= spinning(epochs, workload)

@@ -2,8 +2,8 @@
 
 Run from the newest environment; each peer runs in its own (`registry.py`), as a program that is harmed from
 outside (`victim.py`). All of it happens in a mount namespace of its own, in which /dev/shm is empty and
-TMPDIR and HOME are new folders: what is in them afterwards was left behind (`traces.py`). One trial each.
-Results are written to `benchmarks/peers/faults.json`, beside those of other peers, and printed as a table.
+TMPDIR and HOME are new folders: what is in them afterwards was left behind. One trial each.
+Results are written to `benchmarks/peers/results.json`, beside those of other peers, and printed as a table.
 
 worker: `kill -9` of a worker process in mid-epoch, 2 workers. Passes if within 30 s all rows came, once,
     or an error.
@@ -30,9 +30,7 @@ namespace is not permitted, shm and disk are "not run", and /dev/shm is shared w
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
-import json
 import os
 import re
 import signal
@@ -43,18 +41,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import machine
-from benchmarks.peers import traces
-from benchmarks.peers.confined import ROOT, SHM, End, Victim, enter_namespace, is_private, mount
+from benchmarks.peers import results as known
+from benchmarks.peers.case import adapter_of
 from benchmarks.peers.registry import PEERS, Peer
-from benchmarks.peers.results import commit
+from benchmarks.peers.victim import (
+    ROOT,
+    SHM,
+    End,
+    Victim,
+    empty,
+    enter_namespace,
+    files,
+    in_short,
+    is_private,
+    mount,
+)  # fmt: skip
 from benchmarks.peers.workload import Workload
 
-RESULTS = Path(__file__).with_suffix(".json")
 MANY = Workload(row_bytes=64 << 10, rows=2048, batch_rows=16)
 LARGE = Workload(row_bytes=1 << 20, rows=192, batch_rows=16)
 MORE = Workload(row_bytes=64 << 10, rows=6144, batch_rows=16)
@@ -72,12 +78,27 @@ class Outcome:
     left: dict[str, dict[str, int]] = field(default_factory=dict)  # shm, tmp, home, data: bytes of each file
 
 
+def reach(victim: Victim, word: str) -> None:
+    """Raises: RuntimeError: the victim never says the word, so the fault cannot be run."""
+    if not victim.reaches(word):
+        where = {"MID": "in mid-epoch", "HALF": "half way"}[word]
+        raise RuntimeError(f"never {where}: {victim.end(0).told()}")
+
+
+def require_namespace() -> None:
+    if not is_private():
+        raise RuntimeError("no mount namespace permitted")
+
+
 class Bench:
-    """One peer and its folder. Each fault is a method of `FAULTS`' name."""
+    """One peer and its folder. Each fault is a method of `FAULTS`' name.
+
+    Raises: RuntimeError: a fault cannot be run.
+    """
 
     def __init__(self, peer: Peer, run: Path) -> None:
         self.peer, self._run, self._many = peer, run, run / "d"
-        self.adapter = importlib.import_module(f"benchmarks.peers.adapters.{peer.module}")
+        self.adapter = adapter_of(peer.name)
         self.workers = max(peer.workers)
 
     @contextmanager
@@ -99,10 +120,12 @@ class Bench:
 
     def written(self) -> Path:
         if not self._many.exists():
-            end = self.write(self._many, MANY)
-            if end.code != 0:
-                raise RuntimeError(f"could not be written: {end.told()}")
+            self.write_whole(self._many, MANY)
         return self._many
+
+    def write_whole(self, folder: Path, workload: Workload) -> None:
+        if (end := self.write(folder, workload)).code != 0:
+            raise RuntimeError(f"could not be written: {end.told()}")
 
     def is_whole(self, end: End, workload: Workload) -> bool:
         """Every row came, once and intact, but for incomplete batches."""
@@ -123,8 +146,7 @@ class Bench:
     def worker(self) -> Outcome:
         folder = self.written()
         with self.victim("read", folder, MANY, workers=self.workers) as victim:
-            if not victim.reaches("MID"):
-                return Outcome("not run", f"never in mid-epoch: {victim.end(0).told()}")
+            reach(victim, "MID")
             workers = victim.tree.workers()
             if not workers:
                 return Outcome("n/a", "no worker processes")
@@ -135,35 +157,33 @@ class Bench:
 
     def consumer(self) -> Outcome:
         folder = self.written()
-        before = traces.files(folder)
+        before = files(folder)
         with self.victim("read", folder, MANY, workers=self.workers) as victim:
-            if not victim.reaches("MID"):
-                return Outcome("not run", f"never in mid-epoch: {victim.end(0).told()}")
+            reach(victim, "MID")
             beside = len(victim.tree.alive()) - 1
             victim.process.kill()
             outcome = self._outcome(victim, None, f"{beside} processes beside it", seconds=10)
-            if new := {name: size for name, size in traces.files(folder).items() if name not in before}:
+            if new := {name: size for name, size in files(folder).items() if name not in before}:
                 outcome.left["data"] = new
             return outcome
 
     def writer(self) -> Outcome:
         with self._folder() as folder:
             with self.victim("write", folder, MANY, slowly=True) as victim:
-                if not victim.reaches("HALF"):
-                    return Outcome("not run", f"never half way: {victim.end(0).told()}")
+                reach(victim, "HALF")
                 time.sleep(0.3)
                 if victim.process.poll() is not None:
-                    return Outcome("not run", "ended before it could be killed")
+                    raise RuntimeError("ended before it could be killed")
                 victim.tree.kill()
                 outcome = self._outcome(victim, None, "", seconds=10)
-                outcome.left["data"] = traces.files(folder)
+                outcome.left["data"] = files(folder)
             end = self.read(folder, MANY)
             told = [f"then: {end.told()}"]
             passed = self.is_part(end) and (end.code == 0 or end.is_error)
             again = self.write(folder, MANY, slowly=True)
             if again.is_error:
                 told.append(f"refuses to write over it ({again.error[:80]}), folder emptied")
-                traces.empty(folder)
+                empty(folder)
                 again = self.write(folder, MANY, slowly=True)
             whole = self.read(folder, MANY)
             passed = passed and again.code == 0 and self.is_whole(whole, MANY)
@@ -172,11 +192,9 @@ class Bench:
             return outcome
 
     def shm(self) -> Outcome:
-        if not is_private():
-            return Outcome("not run", "no mount namespace permitted")
+        require_namespace()
         with self._folder() as folder:
-            if (end := self.write(folder, LARGE)).code != 0:
-                return Outcome("not run", f"could not be written: {end.told()}")
+            self.write_whole(folder, LARGE)
             mount(SHM, SHM_BYTES, remount=True)
             try:
                 with self.victim("read", folder, LARGE, workers=self.workers) as victim:
@@ -189,15 +207,14 @@ class Bench:
                 mount(SHM, 8 << 30, remount=True)
 
     def disk(self) -> Outcome:
-        if not is_private():
-            return Outcome("not run", "no mount namespace permitted")
+        require_namespace()
         with self._folder() as folder:
             mount(folder, DISK_BYTES)
             try:
                 with self.victim("write", folder, MORE, slowly=False) as victim:
                     end = victim.end(EPOCH_SECONDS)
                     outcome = self._outcome(victim, None, "", seconds=5)
-                data = outcome.left["data"] = traces.files(folder)
+                data = outcome.left["data"] = files(folder)
                 back = self.read(folder, MORE)
                 rows = (back.rows or {}).get("delivered", 0)
                 passed = (
@@ -213,8 +230,7 @@ class Bench:
     def ctrl_c(self) -> Outcome:
         folder = self.written()
         with self.victim("read", folder, MANY, workers=self.workers) as victim:
-            if not victim.reaches("MID"):
-                return Outcome("not run", f"never in mid-epoch: {victim.end(0).told()}")
+            reach(victim, "MID")
             victim.tree.alive()
             os.killpg(victim.process.pid, signal.SIGINT)
             started = time.monotonic()
@@ -269,7 +285,7 @@ class Bench:
         try:
             yield folder
         finally:
-            traces.empty(folder)
+            empty(folder)
 
 
 FAULTS: dict[str, Callable[[Bench], Outcome]] = {
@@ -286,16 +302,11 @@ def told(outcome: dict[str, Any]) -> str:
     return f"no error; {int(found[1]) if found else 0:,} of {MORE.rows:,} rows came back"
 
 
-def circumstances(peer: Peer) -> dict[str, Any]:
-    """When, where and with what a peer was harmed."""
+def version_of(peer: Peer) -> str | None:
+    """Of the library that is harmed, in its environment."""
     libraries = [str(path) for path in (ROOT / ".envs" / peer.environment / "lib").glob("*/site-packages")]
     found = importlib.metadata.distributions(name=peer.distribution, path=libraries)
-    return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "version": next((distribution.version for distribution in found), None),
-        "machine": machine(),
-        "commit": commit(),
-    }
+    return next((distribution.version for distribution in found), None)
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
@@ -317,7 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Which faults a peer survives.")
     parser.add_argument("peers", nargs="*", metavar="PEER", help="names of registry.py; none: all")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--results", type=Path, default=known.PATH, help="the JSON file")
     arguments = parser.parse_args()
     # A shell's background job ignores SIGINT, and so would all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -327,7 +338,7 @@ def main() -> None:
         print("not permitted: a mount namespace. shm and disk are not run", flush=True)
     else:
         mount(SHM, 8 << 30)
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    results = known.Results(arguments.results)
     for peer in PEERS:
         if arguments.peers and peer.name not in arguments.peers:
             continue
@@ -339,11 +350,11 @@ def main() -> None:
                 except RuntimeError as error:
                     outcome = Outcome("not run", str(error))
                 print(f"{peer.name}: {fault}: {outcome.verdict}: {outcome.detail}", flush=True)
-                outcome.left = {place: traces.in_short(names) for place, names in outcome.left.items()}
-                results.setdefault(peer.name, {})[fault] = asdict(outcome) | circumstances(peer)
-                arguments.results.write_text(json.dumps(results, indent=1) + "\n")
+                outcome.left = {place: in_short(names) for place, names in outcome.left.items()}
+                about = known.circumstances() | {"version": version_of(peer)}
+                results.add_fault(peer.name, fault, asdict(outcome) | about)
     order = [peer.name for peer in PEERS]
-    print(table(dict(sorted(results.items(), key=lambda item: order.index(item[0])))))
+    print(table(dict(sorted(results.faults.items(), key=lambda item: order.index(item[0])))))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 
 from benchmarks.peers.registry import IN_PLACE, PEERS, STREAMED, Peer
-from benchmarks.peers.results import ROWS, Results, Rolling, median
+from benchmarks.peers.results import ROWS, Results, of_case
 
 KINDS = (STREAMED, IN_PLACE)
 PICTURES = Path(__file__).parents[1] / "pictures"
@@ -18,13 +19,14 @@ def draw(results: Results) -> None:
     """Write the plots into PICTURES."""
     mpl.use("Agg")
     if results.entries:
-        throughput(results)
-        cpu(results)
-    if runs := Rolling().results:
-        rolling(runs)
+        found = results.frame()
+        throughput(found)
+        cpu(found)
+    if results.rolling:
+        rolling(results.rolling)
 
 
-def throughput(results: Results) -> None:
+def throughput(found: pd.DataFrame) -> None:
     """A line a peer, by kind; a mark a row size."""
     import matplotlib.pyplot as plt
 
@@ -35,17 +37,19 @@ def throughput(results: Results) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
     for panel, workers in zip(panels, (0, 2), strict=True):
         for size, (row, color) in enumerate(zip(ROWS, ("C1", "C0", "C2"), strict=True)):
+            entries = of_case(found, row, workers)
             points = [
-                (over, place)
+                (entries[peer.name]["over"], place)
                 for place, (_, peer) in enumerate(lines)
-                if peer and (over := results.ratio(results.find(peer.name, row, workers=workers))) is not None
+                if peer and peer.name in entries
             ]
             if points:
                 panel.scatter(
                     *zip(*points, strict=True), label=f"{ROWS[row]} rows", color=color, marker="os^"[size],
                     s=26, zorder=3, alpha=0.9,
                 )  # fmt: skip
-            if (own := results.ratio(results.find("arrowcache", row, workers=workers))) is not None:
+            if "arrowcache" in entries:
+                own = entries["arrowcache"]["over"]
                 panel.axvline(own, color=color, linewidth=0.8, linestyle="--", alpha=0.6)
         panel.set_xscale("log")
         panel.set_title("no workers" if not workers else f"{workers} workers", fontsize=10)
@@ -66,14 +70,15 @@ def is_own(peer: Peer) -> bool:
     return peer.name == "arrowcache"
 
 
-def cpu(results: Results) -> None:
+def cpu(found: pd.DataFrame) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 3, figsize=(10, 4), sharex=True, sharey=True, layout="constrained")
     names = [peer.name for peer in PEERS if peer.counts_cpu]
     for panel, row in zip(panels, ROWS, strict=True):
         for offset, workers in ((-0.2, 0), (0.2, 2)):
-            values = [median(results.find(name, row, workers=workers), "cpu_per_gb") or 0.0 for name in names]
+            entries = of_case(found, row, workers)
+            values = [entries[name]["cpu_per_gb"] if name in entries else 0.0 for name in names]
             places = [place + offset for place in range(len(names))]
             panel.barh(places, values, height=0.38, label=f"{workers} workers")
         panel.set_xscale("log")

@@ -1,4 +1,8 @@
-"""Results: what was measured, in a file of the repository, which has every case as soon as it is done."""
+"""Results: all measurements, in one JSON file of the repository. Each is written as soon as it is made.
+
+`cases` has an entry a peer and case, `rolling` the figures of each run of the rolling case by its name,
+`faults` the outcome of each fault by peer.
+"""
 
 from __future__ import annotations
 
@@ -11,93 +15,113 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import hardware, machine
+import pandas as pd
+
+from benchmarks.harness import hardware, machine
 from benchmarks.peers.case import Case
-from benchmarks.peers.workload import Workload
+from benchmarks.peers.registry import PEERS
 
 #: The sizes of a row that are compared, in bytes, and their names.
 ROWS = {1 << 10: "1 KiB", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
 PATH = Path(__file__).parent / "results.json"
-ROLLING_PATH = PATH.with_name("rolling.json")
+#: Lists with a value a run, or one value.
+FIGURES = (
+    "gbps", "memcpy_gbps", "cpu_per_gb", "start", "first_batch", "spin_kept", "spin_gbps", "private_bytes",
+    "shared_bytes",
+)  # fmt: skip
+_CASE = ("peer", "row", "workers", "consumer", "shuffled", "is_cold")
+_TRAITS = ("kind", "is_packaged", "is_endless", "counts_cpu")
 
 
 class Results:
-    """One entry a peer and case."""
+    """The content of the file; each change writes it."""
 
     def __init__(self, path: Path = PATH) -> None:
         self._path = path
-        self.entries: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        known = json.loads(path.read_text()) if path.exists() else {}
+        self.entries: list[dict[str, Any]] = known.get("cases", [])
+        self.rolling: dict[str, dict[str, Any]] = known.get("rolling", {})
+        self.faults: dict[str, dict[str, dict[str, Any]]] = known.get("faults", {})
 
     def add(self, peer: str, case: Case, figures: dict[str, Any]) -> None:
-        """Take in an entry, in the place of an older one, and write the file."""
+        """Take in an entry, in the place of an older one."""
         self.entries = [entry for entry in self.entries if not _is_of(entry, peer, case)]
-        when = datetime.now(timezone.utc).date().isoformat()
-        self.entries.append(
-            {"peer": peer, "case": asdict(case), "date": when, "machine": machine(), "commit": commit()}
-            | figures
-        )
-        lines = ",\n".join(json.dumps(entry) for entry in self.entries)
-        self._path.write_text(f"[\n{lines}\n]\n")
+        self.entries.append({"peer": peer, "case": asdict(case)} | circumstances() | figures)
+        self.write()
 
     def has(self, peer: str, case: Case) -> bool:
-        """Whether there is an entry of this machine, of a case that did not fail."""
-        return any(
-            _is_of(entry, peer, case) and _is_of_here(entry) and "failed" not in entry
-            for entry in self.entries
-        )
+        """True if this machine has an entry of the case, which did not fail."""
+        return any(_is_of(entry, peer, case) and _is_done_here(entry) for entry in self.entries)
 
-    def forget(self, peers: Collection[str]) -> None:
+    def add_run(self, name: str, result: dict[str, Any]) -> None:
+        """Take in a run of the rolling case; arrowcache's come first."""
+        runs = self.rolling | {name: result | circumstances()}
+        self.rolling = dict(sorted(runs.items(), key=lambda run: (run[1]["peer"] != "arrowcache", run[0])))
+        self.write()
+
+    def has_run(self, name: str) -> bool:
+        return name in self.rolling and _is_done_here(self.rolling[name])
+
+    def add_fault(self, peer: str, fault: str, outcome: dict[str, Any]) -> None:
+        self.faults.setdefault(peer, {})[fault] = outcome
+        self.write()
+
+    def forget(self, peers: Collection[str] = (), runs: Collection[str] = ()) -> None:
         self.entries = [entry for entry in self.entries if entry["peer"] not in peers]
+        self.rolling = {name: run for name, run in self.rolling.items() if name not in runs}
 
-    def find(self, peer: str, row_bytes: int, **case: object) -> dict[str, Any] | None:
-        """The entry of a case: warm, shuffled, copied and without workers unless said."""
-        wanted = asdict(Case(Workload(row_bytes, 0, 0), **case))  # type: ignore[arg-type]
-        for entry in self.entries:
-            found = entry["case"]
-            same = all(found[name] == wanted[name] for name in wanted if name not in ("workload", "spins"))
-            if entry["peer"] == peer and same and found["workload"]["row_bytes"] == row_bytes:
-                return entry
-        return None
+    def write(self) -> None:
+        """A line an entry, a run, and the faults of a peer."""
+        cases = ",\n".join(json.dumps(entry) for entry in self.entries)
+        rolling, faults = (
+            ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in part.items())
+            for part in (self.rolling, self.faults)
+        )
+        text = f'"cases": [\n{cases}\n],\n"rolling": {{\n{rolling}\n}},\n"faults": {{\n{faults}\n}}'
+        self._path.write_text(f"{{\n{text}\n}}\n")
 
-    def ratio(self, entry: dict[str, Any] | None) -> float | None:
-        """What the median run of a warm case delivered, over `memcpy`."""
-        rate = median(entry, "gbps")
-        return None if rate is None or entry is None else rate / self.memcpy(entry)
+    def frame(self) -> pd.DataFrame:
+        """A row a case that did not fail: medians, `over` memcpy, the runs of each figure, what its peer is.
 
-    def memcpy(self, entry: dict[str, Any]) -> float:
-        """GB/s at which the same consumer takes rows that lie in memory: the median over all peers.
-
-        Not of the entry alone: some peers' threads and processes go on working while theirs is measured.
+        What the same consumer takes of rows that lie in memory is the median over all peers, not of the entry
+        alone: some peers' threads and processes go on working while theirs is measured.
         """
-        return statistics.median(
-            rate
-            for other in self.entries
-            if (rate := median(other, "memcpy_gbps")) and _kind(other) == _kind(entry)
+        entries = [
+            {**entry["case"], **entry, "row": entry["case"]["workload"]["row_bytes"]}
+            for entry in self.entries
+            if "failed" not in entry
+        ]
+        found = pd.DataFrame(entries).reindex(columns=[*_CASE, *FIGURES]).drop_duplicates([*_CASE])
+        for figure in FIGURES:
+            found[f"{figure} runs"] = found[figure]
+            found[figure] = found[figure].map(median).astype(float)
+        memcpy = found.groupby(["row", "consumer", "is_cold"])["memcpy_gbps"].transform("median")
+        found["over"] = found["gbps"] / memcpy
+        peers = pd.DataFrame(
+            {"peer": peer.name} | {name: getattr(peer, name) for name in _TRAITS} for peer in PEERS
         )
+        return found.merge(peers, on="peer")
 
 
-class Rolling:
-    """What the runs of the rolling case came to, by their names."""
+def of_case(
+    found: pd.DataFrame,
+    row: int,
+    workers: int = 0,
+    consumer: str = "copy",
+    *,
+    shuffled: bool = True,
+    is_cold: bool = False,
+) -> dict[str, Any]:
+    """The row of each peer that has one of a case: warm, shuffled, copied and without workers unless said."""
+    wanted = {"row": row, "workers": workers, "consumer": consumer, "shuffled": shuffled, "is_cold": is_cold}
+    these = found[(found[[*wanted]] == pd.Series(wanted)).all(axis=1)]
+    return {entry["peer"]: entry for _, entry in these.iterrows()}
 
-    def __init__(self, path: Path = ROLLING_PATH) -> None:
-        self._path = path
-        self.results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
-    def add(self, name: str, result: dict[str, Any]) -> None:
-        when = datetime.now(timezone.utc).date().isoformat()
-        self.results[name] = result | {"date": when, "machine": machine(), "commit": commit()}
-        self.results = dict(sorted(self.results.items(), key=_own_first))
-        lines = ",\n".join(
-            f"{json.dumps(name)}: {json.dumps(result)}" for name, result in self.results.items()
-        )
-        self._path.write_text(f"{{\n{lines}\n}}\n")
-
-    def has(self, name: str) -> bool:
-        found = self.results.get(name)
-        return found is not None and _is_of_here(found) and "failed" not in found
-
-    def forget(self, names: Collection[str]) -> None:
-        self.results = {name: result for name, result in self.results.items() if name not in names}
+def circumstances() -> dict[str, Any]:
+    """When, where and of which commit something is measured."""
+    day = datetime.now(timezone.utc).date().isoformat()
+    return {"date": day, "machine": machine(), "commit": commit()}
 
 
 def commit() -> str | None:
@@ -110,28 +134,16 @@ def commit() -> str | None:
     return said.stdout.strip()
 
 
-def median(entry: dict[str, Any] | None, figure: str) -> float | None:
-    """Of an entry's runs, or its only value; None if it has no such figure."""
-    value = None if entry is None else entry.get(figure)
-    if value is None or value == []:
-        return None
-    return float(statistics.median(value) if isinstance(value, list) else value)
-
-
-def _own_first(run: tuple[str, dict[str, Any]]) -> tuple[bool, str]:
-    name, result = run
-    return result["peer"] != "arrowcache", name
-
-
-def _kind(entry: dict[str, Any]) -> tuple[object, ...]:
-    """What the memcpy of an entry's case depends on."""
-    case = entry["case"]
-    return case["workload"]["row_bytes"], case["consumer"], case["is_cold"]
+def median(runs: Any) -> float | None:
+    """Of a figure's runs, or its only value; None if there is none."""
+    if isinstance(runs, list):
+        return float(statistics.median(runs)) if runs else None
+    return None if runs is None or pd.isna(runs) else float(runs)
 
 
 def _is_of(entry: dict[str, Any], peer: str, case: Case) -> bool:
     return bool(entry["peer"] == peer and entry["case"] == asdict(case))
 
 
-def _is_of_here(entry: dict[str, Any]) -> bool:
-    return str(entry.get("machine")).startswith(hardware())
+def _is_done_here(entry: dict[str, Any]) -> bool:
+    return "failed" not in entry and str(entry.get("machine")).startswith(hardware())

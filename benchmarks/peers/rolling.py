@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import stream
-from benchmarks.peers.case import tree_cpu_seconds
 from benchmarks.peers.stream import Plan, Running
+from benchmarks.usage import tree_cpu_seconds
 
 MB, LOOK_SECONDS = 1e6, 0.05
 FILL_SECONDS = 120.0  # at most; figures then begin although the cache never was nine tenths full
@@ -185,7 +185,7 @@ def table_row(result: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("peer", nargs="?", default="arrowcache", help="a module of rolling_adapters")
+    parser.add_argument("peer", nargs="?", default="arrowcache", help="a word of rolling_adapters")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rate", type=float, default=600, help="MB/s that samplers publish")
     parser.add_argument("--consume", type=float, default=1200, help="MB/s of the trainer; 0: flat out")
@@ -196,7 +196,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--segment-mib", type=float, default=16)
     parser.add_argument("--headroom", type=float, help="default: half more than the least of SIZING.md")
     parser.add_argument("--prefetch", type=int, default=PREFETCH, help="batches, where the peer has any")
-    parser.add_argument("--samplers", type=int, default=2, choices=range(1, stream.MOST_SAMPLERS + 1))
+    parser.add_argument("--samplers", type=int, default=2, choices=range(1, stream.MAX_SAMPLERS + 1))
     parser.add_argument("--folder", type=Path, help="a new or an empty one; default: a temporary one")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)

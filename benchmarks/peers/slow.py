@@ -5,13 +5,12 @@ where a peer does it before the first epoch.
 Method: 5,000 items of 150 KB, each of which takes 24 ms (a pause), two workers, batches of 64, shuffled. Each
 peer as its documentation advises, in a process of its own, on a folder of the disk that is empty; the clock
 begins when its libraries have been imported. Every batch is checked, and that each epoch has every item once.
-Run: `python -m benchmarks.peers.slow`, some 20 minutes; names of modules after it for some of the peers.
+Run: `python -m benchmarks.peers.slow`, some 20 minutes; words of `WAYS` after it for some of the ways.
 Results: benchmarks/RESULTS.md, "cached".
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from itertools import islice
 from pathlib import Path
 
 EPOCHS, SHOWN = 5, (1, 2, 5)
-_MOST_SECONDS = 900  # of one peer
+_MAX_SECONDS = 900  # of one peer
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep the items: where its adapter is, in which environment, and whose version is told."""
+    """One way to keep the items: its word in `slow_ways`, its environment, and the library that it shows."""
 
-    module: str
+    word: str
     name: str
     environment: str = "peers"
     distribution: str = "torch"
@@ -51,30 +50,29 @@ WAYS = [
 
 def measure(way: Way) -> None:
     """Print the seconds until the end of each epoch, and the version of what was measured, as JSON."""
-    from benchmarks.peers.slow_items import check
+    from benchmarks.peers.slow_ways import WAYS, check
 
-    adapter = importlib.import_module(f"benchmarks.peers.slow_adapters.{way.module}")
     with tempfile.TemporaryDirectory(prefix="slow-") as folder:
         started, seconds = time.perf_counter(), []
-        for batches in islice(adapter.epochs(Path(folder)), EPOCHS):
+        for batches in islice(WAYS[way.word](Path(folder)), EPOCHS):
             check(batches)
             seconds.append(time.perf_counter() - started)
         print("RESULT", json.dumps([version(way.distribution), seconds]), flush=True)
 
 
-def main(modules: list[str]) -> None:
-    from benchmarks.measure import machine
+def main(words: list[str]) -> None:
+    from benchmarks.harness import machine
     from benchmarks.peers.__main__ import ROOT, interpreter
 
     print(machine())
     print("| kept by | version |", *(f"{number} done, s |" for number in SHOWN))
     print("|---|---|" + "---|" * len(SHOWN))
     for way in WAYS:
-        if modules and way.module not in modules:
+        if words and way.word not in words:
             continue
-        command = [str(interpreter(way.environment)), "-m", "benchmarks.peers.slow", "measure", way.module]
+        command = [str(interpreter(way.environment)), "-m", "benchmarks.peers.slow", "measure", way.word]
         done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=_MOST_SECONDS
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=_MAX_SECONDS
         )
         result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
         number, seconds = json.loads(result.removeprefix("RESULT "))
@@ -84,6 +82,6 @@ def main(modules: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        measure({way.module: way for way in WAYS}[sys.argv[2]])
+        measure({way.word: way for way in WAYS}[sys.argv[2]])
     else:
         main(sys.argv[1:])

@@ -9,19 +9,17 @@ Nothing but NumPy and the standard library is imported here: see `workload`.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.workload import Batch, Samples
+from benchmarks.peers.workload import Samples
 
 POOL_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20  # a sampler yields so much at once
@@ -33,8 +31,8 @@ LOOK_SECONDS = 0.5  # how often the trainer asks a peer for the peer's own accou
 # What the processes tell the driver: places in an array of float64 that they share.
 STOP, FAILED, DELIVERED, WRONG, TORN, WAITED, STALLED, STALLS, STALL_WORST, OWN_STALL = range(10)
 AGE_SUM, AGE_ROWS, AGE_WORST, PUBLISHED = range(10, 14)  # PUBLISHED is the first of one place a sampler
-MOST_SAMPLERS = 8
-COUNTERS = PUBLISHED + MOST_SAMPLERS
+MAX_SAMPLERS = 8
+COUNTERS = PUBLISHED + MAX_SAMPLERS
 
 
 @dataclass(frozen=True)
@@ -105,29 +103,10 @@ class Running:
     facts: Callable[[], dict[str, Any]] = dict
 
 
-class Reading(Protocol):
-    """What `reader` gives: `iter` of it never ends."""
+def adapter_of(name: str) -> Any:
+    from benchmarks.peers.rolling_adapters import ADAPTERS  # each of which needs what is here
 
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def stall_seconds(self) -> float:
-        """The peer's own account; NaN if it has none."""
-
-
-class Rolling(Protocol):
-    """A module of `benchmarks.peers.rolling_adapters`: one peer, by its own documented means."""
-
-    @staticmethod
-    def running(folder: Path, plan: Plan, counters: Any) -> AbstractContextManager[Running]:
-        """Make what the peer needs, and begin to publish. In the driver's process."""
-
-    @staticmethod
-    def reader(handle: Any, plan: Plan) -> AbstractContextManager[Reading]:
-        """Open it for reading. In the trainer's process."""
-
-
-def adapter_of(name: str) -> Rolling:
-    return cast(Rolling, importlib.import_module(f"benchmarks.peers.rolling_adapters.{name}"))
+    return ADAPTERS[name]
 
 
 def pool_of(plan: Plan) -> NDArray[np.float32]:
@@ -174,11 +153,10 @@ class Source:
 def publish(name: str, handle: Any, plan: Plan, index: int, counters: Any) -> None:
     """The main function of a sampler's process, for peers that bring none: put blocks until told to stop.
 
-    The peer's module has `writer(handle, plan)`, a context manager that gives a function of a block.
+    The adapter has `writer(handle, plan)`, a context manager that gives a function of a block.
     """
-    writer = importlib.import_module(f"benchmarks.peers.rolling_adapters.{name}").writer
     rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(index,)))
-    with writer(handle, plan) as put:
+    with adapter_of(name).writer(handle, plan) as put:
         for x, y in Source(plan).blocks(rng):
             if counters[STOP]:
                 return
@@ -219,10 +197,9 @@ def train(name: str, handle: Any, plan: Plan, counters: Any) -> None:
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         with adapter_of(name).reader(handle, plan) as reading:
-            batches = iter(cast(Iterable[Batch], reading))
             while not counters[STOP]:
                 asked = time.monotonic()
-                x, y = next(batches)
+                x, y = next(reading.batches)
                 came = time.monotonic()
                 kept = slot[: len(x)]
                 np.copyto(kept, np.asarray(x))

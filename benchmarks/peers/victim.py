@@ -1,16 +1,24 @@
-"""What `faults.py` does harm to: a program in the peer's own environment that writes, reads or resumes.
+"""A program of a peer that `faults` does harm to: it writes, reads or resumes, and is watched from outside.
 
-It tells where it is in lines on its standard output: `HALF` of the rows are with the writer, the reader is
-in `MID` epoch, and what an epoch had (`ROWS`, JSON). Started by `python -c`, so that its classes can be
-pickled.
+In the peer's own environment it tells where it is in lines on its standard output: `HALF` of the rows are
+with the writer, the reader is in `MID` epoch, and the rows of an epoch (`ROWS`, JSON). It is started by
+`python -c`, so that its classes can be pickled. It has a process group, a TMPDIR and a HOME of its own; in a
+mount namespace of its own, /dev/shm too. Afterwards processes of its tree that live on are looked for, and
+files that it left. Linux only.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +26,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.case import adapter_of
+from benchmarks.peers.registry import Peer
 from benchmarks.peers.workload import Samples, Workload
+from benchmarks.usage import children
 
 START = "from benchmarks.peers.victim import main; main()"
+ROOT = Path(__file__).parents[2]
+SHM = Path("/dev/shm")
+START_SECONDS = 90.0  # before any harm is done
+#: Set in the environment of a program that is watched, so that its children are known as its own.
+MARK = "ARROWCACHE_WATCHED"
+_NAMESPACE = "ARROWCACHE_OWN_NAMESPACE"
+#: Helpers of Python's multiprocessing and of Ray, which are no workers.
+_HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker", "Agent")
 _MID_BATCH = 3
 _PACE_SECONDS = 0.02  # a batch, or a piece that is written: time to be harmed in
 _PIECE_BYTES = 1 << 20
+
+
+# -- The program ---------------------------------------------------------------------------------------
 
 
 class Slow(Workload):
@@ -100,3 +121,230 @@ def main() -> None:
     request = json.loads(text)
     workload = Workload(**request.pop("workload"))
     {"write": write, "read": read, "resume": resume}[action](name, Path(folder), workload, **request)
+
+
+# -- What it leaves behind ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    started: int  # ticks since boot: with the pid, nobody else's
+    command: str
+
+
+class Tree:
+    """All processes of a program that `alive` ever saw: those below it, and those that carry its mark."""
+
+    def __init__(self, root: int, mark: str) -> None:
+        self._root = root
+        self._mark = f"{MARK}={mark}".encode()
+        self._seen: set[tuple[int, int]] = set()
+
+    def alive(self) -> list[Process]:
+        """Those that live, the root among them. Once its parent is dead, one without the mark is only found
+        if it was seen before."""
+        parents: dict[int, int] = {}
+        known: dict[int, Process] = {}
+        for folder in Path("/proc").iterdir():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (OSError, ValueError):
+                continue
+            if folder.name.isdigit() and fields[0] not in "ZX":
+                pid = int(folder.name)
+                parents[pid] = int(fields[1])
+                known[pid] = Process(pid, int(fields[19]), command.strip())
+        for pid, process in known.items():
+            if self._is_below(pid, parents) or self._is_marked(pid):
+                self._seen.add((pid, process.started))
+        return [process for pid, process in sorted(known.items()) if (pid, process.started) in self._seen]
+
+    def workers(self) -> list[Process]:
+        """Those that do the work: below the root, nobody's parent, and no helper.
+
+        Where there are Ray's, only its workers that have something to do.
+        """
+        alive = [process for process in self.alive() if process.pid != self._root]
+        pids = {process.pid for process in alive}
+        leaves = [
+            process
+            for process in alive
+            if not pids & {*children(process.pid)} and not any(name in process.command for name in _HELPERS)
+        ]
+        of_ray = [process for process in leaves if process.command.startswith("ray::")]
+        busy = [process for process in of_ray if "IDLE" not in process.command]
+        return (busy or of_ray or leaves) if any("raylet" in p.command for p in alive) else leaves
+
+    def kill(self) -> None:
+        for process in self.alive():
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _is_below(self, pid: int, parents: dict[int, int]) -> bool:
+        while pid > 1:
+            if pid == self._root:
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    def _is_marked(self, pid: int) -> bool:
+        try:
+            return self._mark in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+
+
+def in_short(found: dict[str, int], most: int = 8) -> dict[str, int]:
+    """The same, where there are many: a line for each entry of the folder itself."""
+    if len(found) <= most:
+        return found
+    sums: dict[str, int] = {}
+    for name, nbytes in found.items():
+        top, slash, _ = name.partition("/")
+        sums[top + slash] = sums.get(top + slash, 0) + nbytes
+    return sums
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Bytes on the disk of each file below a folder, and 0 for what is neither file nor folder."""
+    found = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            try:
+                found[str(path.relative_to(folder))] = path.lstat().st_blocks * 512
+            except OSError:
+                continue
+    return found
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# -- Its surroundings -----------------------------------------------------------------------------------
+
+
+@dataclass
+class End:
+    """How a victim ended. `code` is None if it had to be killed."""
+
+    code: int | None
+    rows: dict[str, Any] | None
+    error: str
+
+    @property
+    def is_error(self) -> bool:
+        """It ended with an exception, and not by a signal."""
+        return self.code is not None and self.code > 0
+
+    def told(self) -> str:
+        rows = (
+            ""
+            if self.rows is None
+            else "{delivered} rows, {different} different, {torn} torn".format(**self.rows)
+        )
+        how = (
+            "hung" if self.code is None else f"signal {-self.code}" if self.code < 0 else f"exit {self.code}"
+        )
+        return "; ".join(part for part in (how, rows, self.error if self.code != 0 else "") if part)
+
+
+class Victim:
+    """A program of a peer, in a process group and with folders for temporary files of its own."""
+
+    def __init__(self, peer: Peer, run: Path, action: str, folder: Path, workload: Workload, **request: Any):
+        self.temporary, self.home, self._log = run / "t", run / "h", run / "log"
+        for path in (self.temporary, self.home, self._log):
+            path.mkdir(exist_ok=True)
+            empty(path)
+        self._shm_before = files(SHM)
+        mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
+        environment |= {"TMPDIR": str(self.temporary), "HOME": str(self.home), "PYTHONUNBUFFERED": "1"}
+        python = ROOT / ".envs" / peer.environment / "bin" / "python"
+        text = json.dumps({"workload": workload.to_json(), **request})
+        with (self._log / "out").open("wb") as out, (self._log / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [python, "-c", START, action, peer.name, str(folder), text],
+                stdout=out, stderr=err, cwd=ROOT, env=environment, start_new_session=True,
+            )  # fmt: skip
+        self.tree = Tree(self.process.pid, mark)
+
+    def reaches(self, word: str, seconds: float = START_SECONDS) -> bool:
+        """Wait until it says a word, or ends."""
+        until = time.monotonic() + seconds
+        while not (ended := self.process.poll() is not None) and time.monotonic() < until:
+            if self._said(word) is not None:
+                break
+            time.sleep(0.02)
+        return not ended and self._said(word) is not None
+
+    def end(self, seconds: float) -> End:
+        try:
+            code: int | None = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        said = self._said("ROWS")
+        lines = (self._log / "err").read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
+        return End(code, None if said is None else json.loads(said), (errors or lines or [""])[-1][:300])
+
+    def _said(self, word: str) -> str | None:
+        """What came with a word, of the last line with it that is complete."""
+        lines = (self._log / "out").read_text(errors="replace").rpartition("\n")[0].splitlines()
+        found = [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == word]
+        return found[-1] if found else None
+
+    def text(self) -> str:
+        return "".join((self._log / name).read_text(errors="replace") for name in ("out", "err"))
+
+    def vanishes(self, seconds: float) -> list[str]:
+        """The processes that are left after so long."""
+        until = time.monotonic() + seconds
+        while (alive := self.tree.alive()) and time.monotonic() < until:
+            time.sleep(0.1)
+        return [process.command.replace(f"{ROOT}/", "")[:120] for process in alive]
+
+    def left(self) -> dict[str, dict[str, int]]:
+        shm = {name: size for name, size in files(SHM).items() if name not in self._shm_before}
+        found = {"shm": shm, "tmp": files(self.temporary), "home": files(self.home)}
+        return {place: names for place, names in found.items() if names}
+
+    def close(self) -> None:
+        self.tree.kill()
+        self.process.wait()
+        if is_private():
+            empty(SHM)
+
+
+def is_private() -> bool:
+    return _NAMESPACE in os.environ
+
+
+def mount(folder: Path, nbytes: int, *, remount: bool = False) -> None:
+    options = f"{'remount,' if remount else ''}size={nbytes}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+
+
+def enter_namespace() -> None:
+    """Start again in a mount namespace of its own, if that is permitted."""
+    unshare = ["unshare", "--mount", "--propagation", "private"]
+    for command in (unshare, [*unshare, "--user", "--map-root-user"]):
+        try:
+            permitted = subprocess.run(
+                [*command, "mount", "-t", "tmpfs", "tmpfs", SHM], capture_output=True, check=False
+            )
+        except FileNotFoundError:
+            return
+        if permitted.returncode == 0:
+            again = [*command, sys.executable, "-m", "benchmarks.peers.faults", *sys.argv[1:]]
+            os.execvpe(command[0], again, {**os.environ, _NAMESPACE: "1"})

@@ -1,4 +1,4 @@
-"""What every peer is given to store and asked to deliver, and what an adapter of a peer is.
+"""The data set that every peer stores and delivers.
 
 Nothing but NumPy and the standard library is imported here: adapters run in environments of their own,
 in which arrowcache and its dependencies are not installed.
@@ -6,11 +6,9 @@ in which arrowcache and its dependencies are not installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,34 +67,3 @@ class Workload:
 def digest(x: NDArray[np.float32]) -> NDArray[np.uint32]:
     """A number of each row (rows,) that changes if a number within it does."""
     return np.bitwise_xor.reduce(np.ascontiguousarray(x).view(np.uint32), axis=1)
-
-
-class Adapter(Protocol):
-    """A module of `benchmarks.peers.adapters`: one peer, used as its documentation says.
-
-    It imports the peer inside its functions, so that importing it costs nothing.
-    """
-
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
-        """Write the data set in the peer's own format into an empty folder."""
-
-    @staticmethod
-    def loader(
-        folder: Path, workload: Workload, *, workers: int, shuffled: bool
-    ) -> AbstractContextManager[Iterable[Batch]]:
-        """Open what was written. Each `iter` of what this gives is an epoch: all rows once, but for an
-        incomplete last batch (of each worker), in another order each time if `shuffled`.
-
-        Args:
-            workers: processes (or threads, where the peer has those instead) beside the consumer's
-                thread; 0: as few as the peer can do with.
-        """
-
-    # One whose state can be saved in mid-epoch has, too:
-    #
-    # def resume(folder: Path, workload: Workload, *, workers: int, state: bytes | None, batches: int | None)
-    #     -> tuple[list[int], bytes]
-    #
-    # It takes some batches of a shuffled epoch (None: all that are left) with so many workers, from the
-    # beginning or where a state says, and returns the labels of their rows and the state after them.

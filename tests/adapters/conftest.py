@@ -42,7 +42,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FakeDevice]]:
     from fake_device import FakeDevice
 
     import arrowcache.torch.device
-    from arrowcache.torch import deferred
+    from arrowcache.torch.device_copier import tidy
 
     made: dict[str, FakeDevice] = {}
 
@@ -52,7 +52,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FakeDevice]]:
     monkeypatch.setattr(arrowcache.torch.device, "backend_of", backend_of)
     yield made
     gc.collect()
-    deferred.tidy()
+    tidy()
     for name, device in made.items():
         device.finish()
         assert (device.errors, device.memory_bytes) == ([], 0), name

@@ -50,7 +50,7 @@ def face(**fixed: Any) -> Face:
         on_all = {"sharding": sharding()} if fixed.get("sharding") else {}
         return aj.Loader(cache, size, **{**fixed, **on_all}, **options)
 
-    return Face(make, ABILITIES)
+    return Face(make, ABILITIES if "workers" in fixed else ABILITIES | {"interrupt"})
 
 
 FACES = {

@@ -45,7 +45,7 @@ from ray.cluster_utils import Cluster
 
 import arrowcache as ac
 from arrowcache.ray import NodeCaches, SamplerPool
-from arrowcache.ray.ingest import NodeIngest
+from arrowcache.ray.nodes import NodeIngest
 from arrowcache.sampling.sources import Items
 
 OPTIONS: dict[str, Any] = {"progress": False, "workers": 3}

@@ -20,11 +20,13 @@ import arrowcache.torch as at
 OF_LOADERS = frozenset(
     {"transform", "ids", "ranks", "writing", "one epoch", "close", "state", "fork", "tokens", "repeat"}
 )
+HERE = OF_LOADERS | {"interrupt"}  # no other process, nor a thread in Python, makes their batches
 OF_DATALOADERS = frozenset({"transform", "ranks", "writing"})
 
 
 def loader_face(kind: Any, **fixed: Any) -> Face:
-    return Face(lambda cache, size, **options: kind(cache, size, **fixed, **options), OF_LOADERS)
+    has = OF_LOADERS if "workers" in fixed else HERE
+    return Face(lambda cache, size, **options: kind(cache, size, **fixed, **options), has)
 
 
 class Stock(Unclosed):
@@ -76,7 +78,8 @@ FACES = {
 }
 
 
-ENDS = frozenset({"one epoch", "close", "state", "repeat"})
+ENDS = frozenset({"one epoch", "close", "state", "repeat", "fork"})
+ENDS_HERE = ENDS | {"interrupt"}
 
 
 def items_face(has: frozenset[str] = ENDS, *, there: bool = True, **fixed: Any) -> Face:
@@ -121,15 +124,15 @@ class Moved(Unclosed):
 
 
 OTHERS = {
-    "items": items_face(ENDS | {"transform"}, workers=0),
-    "items that are made": items_face(ENDS | {"transform"}, there=False, workers=0),
-    "items, collated": items_face(workers=0, collate_fn=collate),
-    "items on a device": items_face(ENDS | {"transform"}, workers=0, device="cpu"),
+    "items": items_face(ENDS_HERE | {"transform"}, workers=0),
+    "items that are made": items_face(ENDS_HERE | {"transform"}, there=False, workers=0),
+    "items, collated": items_face(ENDS_HERE, workers=0, collate_fn=collate),
+    "items on a device": items_face(ENDS_HERE | {"transform"}, workers=0, device="cpu"),
     "items by workers": items_face(ENDS | {"transform"}, there=False, workers=2),
     "items by workers, collated": items_face(workers=2, collate_fn=collate),
     "items by workers on a device": items_face(there=False, workers=2, device="cpu"),
-    "packed": Face(packed, ENDS),
-    "packed on a device": Face(lambda *some, **more: packed(*some, device="cpu", **more), ENDS),
+    "packed": Face(packed, ENDS_HERE),
+    "packed on a device": Face(lambda *some, **more: packed(*some, device="cpu", **more), ENDS_HERE),
     "a list, moved": Face(Moved, frozenset({"one epoch", "close"})),
 }
 

@@ -209,7 +209,7 @@ def test_what_does_not_pass_ends_after_growing_delays_with_file_and_cause(store,
     source = ParquetRows(store.uri("bucket/data/more"), ["id"], retries=patient)
     store.faults.append(Fault("slow_down", 10_000))
     with pytest.raises(
-        OSError, match=r"in 5 attempts: .*SERVICE_UNAVAILABLE.*s3://bucket/data/more/b\.parquet"
+        OSError, match=r"(?i)in 5 attempts: .*service.unavailable.*s3://bucket/data/more/b\.parquet"
     ) as caught:
         take(source, 1)
     assert delays_of(patient) == [0.25, 0.5, 1.0, 2.0]
@@ -222,7 +222,7 @@ def test_rights_that_end_are_no_reason_to_try_again(store, patient):
     store.faults.append(Fault("denied", 10_000))
     with pytest.raises(PermissionError, match=r"refuses these credentials.*check the key.*parquet"):
         take(source, 1)
-    assert len(store.requests) <= asked + 2  # its length, and what was denied
+    assert len(store.requests) <= asked + 3  # by obstore, its length, and what was denied
     assert not delays_of(patient)
 
 
@@ -235,7 +235,7 @@ def test_a_mix_goes_on_without_the_store_that_fails_only_if_asked_to(store, pati
         if on_error == "skip":
             assert len(take(mix, 100)) == 100
         else:
-            with pytest.raises(OSError, match="SERVICE_UNAVAILABLE"):
+            with pytest.raises(OSError, match=r"(?i)service.unavailable"):
                 take(mix, 100)
         store.faults.clear()
 
@@ -349,6 +349,32 @@ def test_with_obstore_arrays_and_shards_are_read_without_a_request_for_their_siz
     asked(store)
     assert np.array_equal(take(source, 1)[0]["npy"], array)
     assert asked(store) == {"GET"}
+
+
+@pytest.mark.usefixtures("obstore")
+def test_with_obstore_parquet_is_read_without_a_request_for_its_size(store):
+    path, count = store.folder / "bucket" / "wide" / "x.parquet", 2000
+    path.parent.mkdir()
+    numbers = np.arange(count)
+    table = pa.table(
+        {"id": numbers, "id.b": numbers * 2, "text": [f"{n:09}" for n in range(count)]}
+        | {"pair": pa.array([[n, n] for n in range(count)]), "in": [{"x": n, "y": -n} for n in range(count)]}
+        | {f"column{n}": numbers for n in range(500)}  # a long footer
+    )
+    pq.write_table(table, path, row_group_size=100)
+    columns, uri = ["id", "id.b", "text", "pair"], store.uri("bucket/wide/x.parquet")
+    for condition in (None, pc.field("in", "x") < 1000):
+        source = ParquetRows(uri, columns, condition, rows_per_group=10)
+        asked(store)
+        for sample in take(source, 200):
+            number = int(sample["id"])
+            assert (int(sample["id.b"]), sample["text"]) == (2 * number, f"{number:09}")
+            assert [*sample["pair"]] == [number, number]
+        assert asked(store) == {"GET"}
+    path.unlink()
+    source.close()
+    with pytest.raises(FileNotFoundError, match=r"s3://bucket/wide/x\.parquet"):
+        take(source, 1)
 
 
 @pytest.mark.usefixtures("obstore")

@@ -26,11 +26,10 @@ from tensorflow_backends import (
 )
 
 import arrowcache as ac
-import arrowcache.tensorflow.arrow
-from arrowcache.reading.values import Values
+from arrowcache.reading.columns import Values
 from arrowcache.tensorflow import dataset
+from arrowcache.tensorflow.arrow_backend import Frames, PaddedBuffers
 from arrowcache.tensorflow.columns import columns_of
-from arrowcache.tensorflow.frames import Frames, Rooms
 
 
 @pytest.fixture
@@ -143,13 +142,13 @@ def test_what_an_ended_iteration_still_delivers_is_its_own(cache, backend):
 @pytest.mark.parametrize("backend", [arrow])
 def test_frames_are_not_overwritten_when_an_error_ends_their_iteration(cache, backend, monkeypatch):
     """TensorFlow reads them until it drops the iteration. Here the test takes its place."""
-    epochs, make = [], arrowcache.tensorflow.arrow.source
+    epochs, make = [], tf.data.Dataset.from_generator
 
-    def watched(loader, epoch, signature):
+    def watched(epoch, **options):
         epochs.append(epoch)
-        return make(loader, epoch, signature)
+        return make(epoch, **options)
 
-    monkeypatch.setattr(arrowcache.tensorflow.arrow, "source", watched)
+    monkeypatch.setattr(tf.data.Dataset, "from_generator", watched)
     batches = dataset(cache, 4, backend=backend)
     (epoch,) = epochs
     first, second = epoch(), epoch()
@@ -174,6 +173,7 @@ def test_frames_are_not_overwritten_when_an_error_ends_their_iteration(cache, ba
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"prefetch": -1}, ValueError, "prefetch"),
         ({"drop_remainder": 1}, TypeError, "drop_remainder"),
+        ({"columns": {"id": abs}}, TypeError, "columns must be a list of names here"),
         ({"rank": 0}, ValueError, "world_size"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_batch_beyond_arrows_offsets_is_an_error(elements, name):
         (column,) = columns_of(ac.Schema({"text": ac.String()}), ["text"], 1, with_ids=False)
         values = [Long(elements)]
     with pytest.raises(ValueError, match=f"at most {2**31 - 1} elements .*not {elements}: lower batch_size"):
-        Frames([column], [], Rooms()).write([{name: values}])
+        Frames([column], [], PaddedBuffers()).write([{name: values}])
 
 
 def test_a_missing_cache_is_not_found(tmp_path):

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 import arrowcache as ac
 from arrowcache.reading.slots import Slots
+from arrowcache.tensorflow.arrow_backend import Frames, PaddedBuffers
 from arrowcache.tensorflow.columns import columns_of
-from arrowcache.tensorflow.frames import Frames, Rooms
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float32", (3, 5)), "name": ac.String(), "y": ac.Tensor("int64")})
 ROWS = 4  # of a batch
@@ -23,7 +23,7 @@ ROWS = 4  # of a batch
 
 @pytest.fixture
 def rooms():
-    return Rooms()
+    return PaddedBuffers()
 
 
 @pytest.fixture

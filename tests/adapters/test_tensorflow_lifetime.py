@@ -20,7 +20,7 @@ from tensorflow_backends import every_backend, ids_of, make_cache, wait_until_un
 
 from arrowcache.explore.observation import observe
 from arrowcache.tensorflow import dataset
-from arrowcache.tensorflow.source import end_here
+from arrowcache.tensorflow.native_backend import end_here
 
 EXIT_SECONDS = 40  # most of it for TensorFlow, which takes its time on a busy machine
 
@@ -71,18 +71,20 @@ backend = sys.argv[2]
 def test_a_process_that_exits_while_a_batch_is_made_ends(cache, backend):
     """TensorFlow is inside a call of Python then, and no thread is left that would make the batch."""
     code = """
-from arrowcache.reading.stream import BatchStream
+from arrowcache.limits import Limits
+from arrowcache.native import engine
 
 apart = {"asked": threading.Event()}  # a function of this module would keep the iterator for ever
 exec('''
-def take_nothing(self, seconds):
+def take_nothing(pool, job, nanoseconds):
     asked.set()
-    asked.__class__().wait(seconds)
-    return False
+    asked.__class__().wait(nanoseconds / 1e9)
+    return True
 ''', apart)
+Limits.current = Limits(inline_bytes=0)  # all jobs are the engine's
 iterator = iter(dataset(cache, 16, epoch_rows=64, backend=backend, prefetch=2).repeat().prefetch(2))
 next(iterator)
-BatchStream._take_oldest = apart["take_nothing"]
+engine.quick.engine_help, engine.library.engine_take = lambda *_: True, apart["take_nothing"]
 while not apart["asked"].wait(0.5):  # by then TensorFlow has two batches ready
     next(iterator)
 print("asked", flush=True)
@@ -186,8 +188,10 @@ def test_a_forked_child_neither_ends_nor_prolongs_an_epoch(cache, backend):
 @every_backend
 def test_its_loader_is_seen_from_another_process_with_its_stall_while_it_lasts(cache, backend):
     code = """
-from arrowcache.reading.stream import BatchStream
+from arrowcache.limits import Limits
+from arrowcache.native import engine
 
+Limits.current = Limits(inline_bytes=0)  # all jobs are the engine's
 batches = dataset(cache, 16, shuffle="window", backend=backend, prefetch=0).repeat()
 iterator = iter(batches)
 for _ in range(150):
@@ -195,13 +199,15 @@ for _ in range(150):
 print("read", flush=True)
 sys.stdin.readline()
 
-at_once = BatchStream._take_oldest
+help_, take = engine.quick.engine_help, engine.library.engine_take
 go_on = threading.Event()
 
-def late(self, seconds):
-    return go_on.wait(seconds) and at_once(self, seconds)
+def late(pool, job, nanoseconds):
+    return take(pool, job, nanoseconds) if go_on.wait(nanoseconds / 1e9) else True
 
-BatchStream._take_oldest = late  # batches are late from now on
+# batches are late from now on
+engine.quick.engine_help = lambda *job: help_(*job) if go_on.is_set() else True
+engine.library.engine_take = late
 threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()
 for _ in range(1000):
     next(iterator)

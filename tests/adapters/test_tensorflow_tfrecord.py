@@ -25,7 +25,7 @@ import arrowcache as ac
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.store import Cancelled
 from arrowcache.tensorflow import dataset, example_parser, from_tfrecords, to_tfrecords
-from arrowcache.tensorflow.intake import MARKS, take_in
+from arrowcache.tensorflow.intake import MARKS, import_files
 from arrowcache.tensorflow.records import fingerprint_of
 from arrowcache.tensorflow.tfrecord import find_files, shares_of
 
@@ -119,7 +119,7 @@ def bring(cache, *files, compression=None):
     """What a worker does, in this process; returns what it was at."""
     marks = np.zeros(MARKS, np.int64)
     plan = {"cache": str(cache.path), "files": list(map(str, files)), "compression": compression, "again": ""}
-    take_in(plan, marks, lambda: False)
+    import_files(plan, marks, lambda: False)
     return marks[:4]
 
 
@@ -482,7 +482,7 @@ def test_a_worker_that_was_given_up_publishes_nothing(cache, tmp_path):
     path = write(tmp_path / "a", map(small, range(40)))
     plan = {"cache": str(cache.path), "files": [str(path)], "compression": None, "again": ""}
     with pytest.raises(Cancelled):
-        take_in(plan, np.zeros(MARKS, np.int64), lambda: True)
+        import_files(plan, np.zeros(MARKS, np.int64), lambda: True)
     assert cache.stats().segments == 0
 
 

@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 
 from arrowcache.linux import PAGE_BYTES
-from arrowcache.reading.memory import SharedMemory
+from arrowcache.reading.slots import SharedMemory
 from arrowcache.torch.backend import Accelerator
-from arrowcache.torch.registered import tidy
+from arrowcache.torch.pinned_memory import tidy
 
 
 class Module:

@@ -39,7 +39,6 @@ from torch.utils.data import (
 )
 
 import arrowcache as ac
-from arrowcache.explore.board import Board
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
 from arrowcache.torch import CachedDataset, Loader, cached
@@ -394,7 +393,7 @@ def test_an_attribute_of_the_dataset_inside_is_named(path):
         for other in (copy.copy(train), copy.deepcopy(Subset(train, [1])).dataset):
             assert other[1]["y"] == 1
             other.close()
-        assert not hasattr(CachedDataset.__new__(CachedDataset), "_spec"), "as while it is copied"
+        assert not hasattr(CachedDataset.__new__(CachedDataset), "__setstate__"), "asked while it is copied"
 
 
 @pytest.mark.parametrize(
@@ -536,8 +535,8 @@ def test_who_claims_an_item_that_was_published_meanwhile_does_not_make_it(path):
         assert not len(reader.find(wanted).positions)
         train[3]
         assert train.cached == 2
-        assert reader.claim(wanted).tolist() == [True, False]
-        other.rest()
+        assert reader.publisher.claim(wanted).tolist() == [True, False]
+        other.drain()
 
 
 def test_threads_that_begin_together_have_one_reader(path, monkeypatch):
@@ -830,6 +829,8 @@ def test_what_is_in_stays_in(path, log):
 
 def test_who_looks_at_its_cache_reads_how_much_of_the_dataset_is_in(path, capsys):
     commands = pytest.importorskip("arrowcache.cli.commands", reason="the extra 'explore' is not installed")
+    from arrowcache.explore.live_view import Board
+
     with cached(Numbers(1250), path, capacity="64MiB") as train:
         train.__getitems__([*range(1000)])
         says = f"cached {train.cached:,} of 1,250 items (80 %)"
@@ -863,7 +864,7 @@ def test_evict_and_resize_do_what_they_say(path):
         assert train.cached < 20
         assert [item["y"] for item in train.__getitems__([*range(20)])] == [*range(20)]
         assert train.cached == 20
-        train.rest()
+        train.drain()
         train.cache.resize("2.5MiB")
         assert 0 < train.cached < 20
         assert train.stats().is_full
@@ -1379,7 +1380,7 @@ def test_a_folder_that_is_removed_leaves_a_slow_dataset_and_a_warning(path):
 def test_a_cache_that_failed_is_tried_again_after_half_a_minute(path, monkeypatch):
     with cached(Numbers(5), path, capacity="16MiB") as train:
         path.rename(path.with_name("away"))
-        limit(monkeypatch, trouble_seconds=1.5)
+        limit(monkeypatch, backoff_seconds=1.5)
         with pytest.warns(RuntimeWarning, match="items are made"):
             train[1]
         path.with_name("away").rename(path)

@@ -856,7 +856,7 @@ def kept_by_id(value):
     return keep(value, 1)
 
 
-class Registered:
+class PinnedMemory:
     """A field whose value is kept by the id of the object."""
 
     def __get__(self, owner, kind=None):
@@ -870,7 +870,7 @@ class Registered:
 
 @dataclasses.dataclass
 class Kept:
-    x: list = Registered()
+    x: list = PinnedMemory()
     y: int = 1
 
 

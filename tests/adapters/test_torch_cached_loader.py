@@ -29,8 +29,8 @@ from quick import SEED, one_in, some_of
 from torch.utils.data import DataLoader, get_worker_info
 
 import arrowcache as ac
-from arrowcache.storage.counters import COUNTERS_LINK
-from arrowcache.torch import CachedLoader, Loader, cached
+from arrowcache.storage.counters import LOADER_LINK
+from arrowcache.torch import CachedLoader, Loader, cached, packed
 
 LENGTH = 95
 
@@ -53,12 +53,16 @@ def full_train(tmp_path_factory):
 def full(path):
     with cached(Numbers(LENGTH), path, capacity="64MiB") as train:
         train.__getitems__([*range(LENGTH)])
-        train.rest()
+        train.drain()
         yield train
 
 
 def numbers(batches):
     return [check(batch) for batch in batches]
+
+
+def collate_list(items):
+    return [int(item) for item in items]
 
 
 def flat(batches):
@@ -106,7 +110,7 @@ def test_a_batch_lies_in_memory_as_that_of_a_dataloader_in_each_epoch(path, make
         with Loader(train, 4, shuffle=False, workers=0) as loader:
             (first,) = loader
             assert train.cached == 4
-            train.rest()
+            train.drain()
             (second,) = loader
     assert stock.is_contiguous()
     for batch in (first, second):
@@ -135,7 +139,7 @@ def test_the_first_batches_of_large_items_take_no_more_memory_than_later_ones(pa
         train.fill(workers=0, progress=False)
     with cached(Items(*items), path, capacity="16MiB") as train, Loader(train, 1, workers=0) as loader:
         next(iter(loader))
-        assert train.reader_here().temperature.is_cold, "so 16 batches are begun ahead, each of 64 KiB"
+        assert train.reader_here().read_mode.is_cold, "so 16 batches are begun ahead, each of 64 KiB"
         assert loader.stats().slot_bytes <= 20 * (64 << 10)
 
 
@@ -214,6 +218,9 @@ def test_endless_batches_that_are_cut_short_raise_each_time(full_train, taken, d
     batches = loader.repeat()
     assert len([*itertools.islice(batches, taken)]) == taken
     act(loader)
+    if says == "the loader was closed" and taken == len(loader):
+        assert [*batches] == [], "nothing is cut short between two epochs"
+        return
     for _ in range(3):
         with pytest.raises(RuntimeError, match=says):
             next(batches)
@@ -276,6 +283,36 @@ def test_a_forked_child_is_told_that_endless_batches_are_of_its_parent(train):
 
         with in_child(child):
             assert len([*itertools.islice(batches, 12)]) == 12
+
+
+def test_each_endless_epoch_asks_for_its_rank_and_nothing_else_changes_it(path, monkeypatch):
+    loader = Loader(cached([*range(8)], path, capacity="1MB"), 2, workers=0, shuffle=False)
+    endless = loader.repeat()
+    first = [next(endless).tolist() for _ in range(2)]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    later = [next(endless).tolist() for _ in range(4)]
+    assert len(loader) == 2
+    assert first + later == [[0, 1], [2, 3], [4, 5], [6, 7], [2, 3], [6, 7]]
+
+
+@pytest.mark.slow
+def test_an_epoch_gets_no_batch_of_one_that_another_thread_began_meanwhile(path):
+    train, held = cached([*range(40)], path, capacity="1MB"), threading.Event()
+    with Loader(train, 4, workers=2, collate_fn=collate_list) as loader:
+        assert len([*loader]) == 10
+        turn_over, waits, others = train.turn_over, [held], []
+        train.turn_over = lambda: (waits.pop().wait(60) if waits else None, turn_over())
+        other = threading.Thread(target=lambda: others.append(iter(loader)))
+        other.start()
+        wait_until(lambda: not waits, "the other thread to begin its epoch")
+        mine = iter(loader)
+        batches = [next(mine)]
+        held.set()
+        other.join()
+        batches += mine
+        assert sorted(item for batch in batches for item in batch) == [*range(40)]
 
 
 def test_the_order_is_that_of_seed_and_epoch_wherever_items_lie(path, tmp_path, train):
@@ -364,6 +401,21 @@ def test_a_resumed_epoch_has_the_rest_whatever_the_batch_size_and_the_ranks(trai
 def flat_of_epoch(train, number, **options):
     loader = Loader(train, 10, **options)
     return [flat(loader) for _ in range(number + 1)][-1]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_rest_that_is_less_than_a_batch_is_an_empty_epoch_and_whole(train, device):
+    loader = Loader(train, 10, drop_last=True, device=device)
+    state = loader.state_dict() | {"position": 90}
+    loader.load_state_dict(state)
+    assert [*loader] == []
+    assert len([*loader]) == 9
+    loader.load_state_dict(state)
+    assert len([*itertools.islice(loader.repeat(), 12)]) == 12
+    loader.load_state_dict(state)
+    epoch = iter(loader)
+    loader.close()
+    assert [*epoch] == []
 
 
 def test_a_state_of_another_dataset_is_refused(train, path, tmp_path):
@@ -608,19 +660,23 @@ def test_an_epoch_that_failed_leaves_no_workers_and_what_they_made(path, where):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_replaced(path, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_is_named_and_replaced(path, tmp_path, number):
     flag = tmp_path / "killed"
 
     class Dies(Numbers):
         def __getitem__(self, index):
             if index == 33 and not flag.exists():
-                flag.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                flag.write_text(str(os.getpid()))
+                os.kill(os.getpid(), number)
             return super().__getitem__(index)
 
     with cached(Dies(50), path, capacity="16MiB") as train, Loader(train, 10, workers=2) as loader:
-        with pytest.warns(RuntimeWarning, match="others make its items"):
+        with pytest.warns(RuntimeWarning, match="others make its items") as told:
             assert sorted(flat(loader)) == [*range(50)]
+        words = rf"process {flag.read_text()} was killed by signal {number} \({number.name}\)"
+        assert re.match(words, str(told[0].message))
         assert train.cached >= 30, "what the worker had not yet published is lost"
 
 
@@ -636,7 +692,7 @@ def test_a_batch_that_kills_its_workers_is_an_error(path):
         cached(Kills(50), path, capacity="16MiB") as train,
         Loader(train, 10, workers=1) as loader,
         pytest.warns(RuntimeWarning, match="others make its items"),
-        pytest.raises(ac.WorkerError, match="as did 3 before it at this batch"),
+        pytest.raises(ac.WorkerError, match=r"^process \d+ .*SIGKILL.*, as did 3 before it at this batch"),
     ):
         flat(loader)
 
@@ -801,7 +857,7 @@ def test_a_forked_child_leaves_the_workers_to_its_parent(path, how):
         held[0].close()
 
 
-@pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
+@pytest.mark.filterwarnings(r"ignore:process \d+ was killed:RuntimeWarning")
 def test_workers_that_died_between_epochs_are_replaced(path):
     with cached(Numbers(LENGTH), path, capacity="64MiB", transform=dict) as train, Loader(train, 5) as loader:
         assert len(flat(loader)) == LENGTH
@@ -899,21 +955,39 @@ def test_on_a_device_batches_are_the_same(path, workers):
 
 def test_a_loader_of_a_cached_dataset_is_a_cached_loader(train):
     loader = Loader(train, 10)
-    assert isinstance(loader, CachedLoader)
-    assert isinstance(Loader(train.cache, 10), Loader)
+    assert type(loader) is CachedLoader
+    assert isinstance(loader, Loader)
+    assert isinstance(loader, ac.Loader)
+    assert type(Loader(cache=train)) is CachedLoader
+    assert type(Loader(train.cache, 10)) is Loader
     assert "CachedLoader" in repr(loader)
     assert loader.stats().batches == 0
     flat(loader)
     assert loader.stats().epochs == 1
 
 
+def test_a_loader_of_a_dataset_says_what_it_cannot_do(train):
+    class Own(Loader):
+        pass
+
+    with pytest.raises(TypeError, match="an Own is of a cache: derive it from CachedLoader"):
+        Own(train)
+    with Loader(train, 10) as loader:
+        with pytest.raises(ValueError, match="puts items together, which copies"):
+            loader.assert_zero_copy()
+        with pytest.raises(ValueError, match=r"of Loader\(weights=...\)"):
+            loader.probabilities([(0, 0)])
+        with pytest.raises(TypeError, match="expected a Cache or the path of one, got <CachedLoader"):
+            packed(loader, "x", 8, batch_size=2)
+        with pytest.raises(ValueError, match="missing='later' must be"):
+            loader.load_state_dict(loader.state_dict(), missing="later")
+
+
 def counter_pages():
     """The files of the pages that this process has open."""
     opened = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return {
-        os.stat(path).st_ino
-        for path in opened
-        if os.path.lexists(path) and os.readlink(path) == COUNTERS_LINK
+        os.stat(path).st_ino for path in opened if os.path.lexists(path) and os.readlink(path) == LOADER_LINK
     }
 
 
@@ -1112,5 +1186,5 @@ def test_what_is_no_fault_of_an_item_is_never_skipped(path, workers):
 
 def test_an_unknown_policy_is_refused(path):
     for on_error in ("ignore", None, True):
-        with pytest.raises(ValueError, match="use one of"):
+        with pytest.raises(ValueError, match="use 'raise' or 'skip'"):
             cached(Numbers(3), path, capacity="16MiB", on_error=on_error)

@@ -28,7 +28,7 @@ import arrowcache as ac
 from arrowcache.reading.plan import segments_of
 from arrowcache.storage.folder import Folder
 from arrowcache.torch import CacheDataset, EpochBatchSampler, Loader, dataloader
-from arrowcache.torch.descriptor import Descriptor
+from arrowcache.torch.lazy_batch import LazyBatch
 
 BASE = torch.arange(256, dtype=torch.float32).reshape(16, 16)
 
@@ -406,14 +406,14 @@ def test_a_batch_of_an_epoch_left_for_a_newer_one_is_not_gathered(cache):
     newer = iter(sampler)
     del old
     gc.collect()
-    answer = through_a_queue(Descriptor(rows, ("id",), cache.store))
+    answer = through_a_queue(LazyBatch(rows, ("id",), cache.store))
     with pytest.raises(ac.ArrowCacheError, match="left for a newer one"):
         answer.reraise()
     assert len(list(newer)) == 10
 
 
 KILLED = """
-import gc, os, signal, sys, warnings
+import gc, multiprocessing, os, signal, sys, warnings
 import arrowcache as ac
 from arrowcache.torch import dataloader
 
@@ -423,7 +423,7 @@ iterator = iter(dataloader(cache, 2, 2, transform=lambda batch: batch))
 next(iterator)
 try:  # torch raises out of a signal handler, at any point, or while it asks the dead for a file; or both
     try:
-        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
         for batch in iterator:
             pass
         print("went on")
@@ -543,7 +543,7 @@ def test_a_batch_travels_as_row_ids(cache, answer):
     assert len(rows) == 16
     dataset = CacheDataset(cache)
     sent = answer(dataset, rows)
-    assert type(sent) is Descriptor
+    assert type(sent) is LazyBatch
     assert len(ForkingPickler.dumps(sent)) < 1500  # a row alone has 1032 bytes
     again = through_a_queue(rows)
     assert again == rows

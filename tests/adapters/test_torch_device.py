@@ -1,7 +1,7 @@
 """DevicePrefetcher: any iterable, any structure, any end.
 
 That no read sees another batch, whatever is kept or fails: tests/stateful/test_device_machine.py. That a
-device without memory is told, and captures are left alone: tests/benchmarks/test_device_proof.py.
+device without memory is told, and captures are left alone: tests/gpu.
 """
 
 from __future__ import annotations

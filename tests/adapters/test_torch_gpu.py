@@ -1,4 +1,4 @@
-"""What `benchmarks.device_proof` does not prove of a GPU; tests/benchmarks runs that."""
+"""What the proof in tests/gpu leaves out."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize("split", [True, False], ids=["cut", "best fit"])
 @pytest.fixture(autouse=True)
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch has some ten bundles, of at least 16 sequences, and makes two batches at once."""
-    limit(monkeypatch, bundle_tokens=1, bundle_sequences=16, portion_tokens=2 * SIZE * LENGTH)
+    limit(monkeypatch, bundle_tokens=1, bundle_sequences=16, group_tokens=2 * SIZE * LENGTH)
 
 
 def fill(cache: ac.Cache, count: int, first: int = 0, seed: int = 0) -> int:
@@ -80,6 +80,18 @@ def test_excluded_documents_are_in_no_sequence_and_the_steps_are_known(cache, sp
     assert tokens
     assert not {(token - 1) // 1000 for token in tokens} & {*left_out}
     assert steps == len(batches) or (steps is None and not split)
+
+
+def test_where_documents_are_left_out_the_steps_are_known_in_each_epoch_as_segments_come_and_go(cache):
+    with packed_of(cache, rows=lambda columns: columns["id"] % 2 == 0) as loader:
+        steps = []
+        for change in (lambda: None, lambda: fill(cache, 40, first=DOCUMENTS), lambda: cache.evict(1)):
+            change()
+            epoch = iter(loader)
+            steps.append(loader.steps)
+            assert len([*epoch]) == steps[-1]
+    assert steps[1] > steps[0] > 0
+    assert steps[2] <= steps[1]
 
 
 def tokens_of(batches: Iterable[dict[str, torch.Tensor]]) -> list[int]:

@@ -24,8 +24,8 @@ from fake_device import FakeDevice, Stream
 import arrowcache as ac
 import arrowcache.torch.device
 from arrowcache.linux import PAGE_BYTES
-from arrowcache.reading.memory import SharedMemory
-from arrowcache.torch import DevicePrefetcher, Loader, deferred, registered, tensors
+from arrowcache.reading.slots import SharedMemory
+from arrowcache.torch import DevicePrefetcher, Loader, device_copier, pinned_memory, tensors
 
 MIB = 1 << 20
 
@@ -186,7 +186,7 @@ def test_ctrl_c_at_any_line_frees_no_memory_for_copies_that_do_not_wait_for_its_
             fake.read(kept[1], torch.ones(9, dtype=torch.int64))
         kept.clear()
         run_all_but(fake, side)
-        with Interruption(number, files("torch/lane.py"), ("line",)) as interruption:
+        with Interruption(number, files("torch/device_copier.py"), ("line",)) as interruption:
             next(iterator)
         is_over = not interruption.where
         number += not is_over
@@ -360,7 +360,7 @@ def test_memory_of_which_several_registered_parts_stays_until_all_are_let_go():
     del memory
     slots.clear()
     gc.collect()
-    registered.tidy()
+    pinned_memory.tidy()
     gc.collect()
     for device in devices:
         assert device.unmapped() == [], "registered memory was given back to the system"
@@ -477,7 +477,7 @@ def test_a_forked_child_frees_nothing_of_its_parents_devices(fake, taken, closes
             prefetcher.close()
         del iterator, prefetcher
         gc.collect()
-        deferred.tidy()
+        device_copier.tidy()
         assert (len(fake.calls), len(fake.events), fake.memory_bytes) == before
 
     with in_child(child):

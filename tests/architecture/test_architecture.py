@@ -26,12 +26,12 @@ LAYERS = {  # an import may only point to a lower number
     "sampling": 3, "reading": 3,
     "storage": 2,
     "arrow": 1,
-    "progress": 0.75, "pickling": 0.5, "process": 0.5, "os_errors": 0.5,
-    "cgroup": 0, "display": 0, "errors": 0, "linux": 0, "native": 0,
+    "progress": 0.75, "process": 0.6, "pickling": 0.5, "os_errors": 0.5,
+    "display": 0, "errors": 0, "linux": 0, "native": 0, "proc": 0,
     "arguments": -1, "lifetimes": -1, "limits": -1,
     "units": -2,
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = ("arguments", "cgroup", "display", "errors", "lifetimes", "limits", "linux", "units")
+STANDARD_LIBRARY_ONLY = ("arguments", "display", "errors", "lifetimes", "limits", "linux", "proc", "units")
 FRAMEWORKS = {
     "torch": ("torch", "demo"),
     "tensorflow": ("tensorflow",),
@@ -132,7 +132,7 @@ def test_the_layout_of_the_package_names_each_part():
 
 
 IMPURE = re.compile(
-    r"(time|os|random|threading|socket|tempfile|subprocess|shutil|arrowcache\.(cgroup|linux))\b"
+    r"(time|os|random|threading|socket|tempfile|subprocess|shutil|arrowcache\.(linux|proc))\b"
 )
 
 
@@ -211,7 +211,7 @@ LACKED = (
 )  # fmt: skip
 """How names begin that a Python may lack which was built against an old C library."""
 C_LIBRARIES = ("CDLL", "PyDLL", "LoadLibrary", "cdll", "pythonapi")
-OWNERS = {"arrowcache.reading.slots", "arrowcache.reading.workers.worker_slots"}
+OWNERS = {"arrowcache.reading.slots", "arrowcache.reading.workers.worker"}
 """Where ctypes arrays are: objects under NumPy arrays, which tell by their death that nobody uses these."""
 
 
@@ -243,7 +243,7 @@ LIFETIMES = {
 TELL_THEIR_PID = {
     "arrowcache.process": "to a child, which looks whether its parent lives",
     "arrowcache.reading.ranks": "to the other ranks",
-    "arrowcache.storage.page": "to who looks at what this process shows",
+    "arrowcache.storage.counters": "to who looks at what this process shows",
 }
 """Who asks for this process' number, to tell others. Whether a thing is another process' tells its Origin."""
 
@@ -262,7 +262,7 @@ def test_forks_exits_and_signals_are_seen_to_in_one_module():
 
 KERNEL = {
     "fcntl": {"linux"},
-    "mmap": {"linux", "reading.memory", "storage.mapping", "storage.page", "torch.registered"},
+    "mmap": {"linux", "reading.slots", "storage.counters", "storage.mapping", "torch.pinned_memory"},
     "socket": {"process", "sampling.executors", "storage.locks"},
     "subprocess": {"native.build", "process"},
 }
@@ -331,8 +331,8 @@ def test_files_of_a_cache_change_in_one_module_only():
             not in (
                 "arrowcache.storage.folder",
                 "arrowcache.storage.claims",
-                "arrowcache.storage.page",
-                "arrowcache.reading.memory",
+                "arrowcache.storage.counters",
+                "arrowcache.reading.slots",
             )
         ):
             calls = {

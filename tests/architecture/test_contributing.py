@@ -16,7 +16,7 @@ MAP = re.compile(r"(?<=\n)arrowcache/  .*?(?=```\n)", re.DOTALL)
 """The tree that begins with the package. `python tests/architecture/test_contributing.py` writes it anew: all
 lines where they were, those of new modules at the end of their folders.
 """
-PARTS = ("", "arrowcache/", "benchmarks/peers/adapters/", "tests/native/", "arrowcache/native/", ".ci/")
+PARTS = ("", "arrowcache/", "tests/native/", "arrowcache/native/", ".ci/")
 """Where a path that the text names may begin."""
 MADE = ("CACHE/", "constraints/NAME", "dist/", "fuzz-found/", "site/")
 """How names of files begin that are none of the repository's."""

@@ -135,8 +135,9 @@ def named(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arrowcache"):
             found += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
         elif isinstance(node, ast.Attribute) and node.attr in ours:
-            is_own = name_of(node.value) in ("self", "cls", "os", "sys")
-            found += [] if is_own else [ast.unparse(node)]
+            name = ast.unparse(node)
+            is_own = name_of(node.value) in ("self", "cls", "os", "sys") or name.startswith("torch.")
+            found += [] if is_own else [name]
         elif isinstance(node, ast.Call | ast.Tuple | ast.List):  # as a text, beside what it is of
             parts = node.args if isinstance(node, ast.Call) else node.elts
             if told := [text for part in parts for text in private_text(part)]:
@@ -165,7 +166,7 @@ def patches(tree: ast.AST) -> list[str]:
                 ours |= {
                     name for full, name in names.items() if full in modules() or last_of(full)[0].isupper()
                 }
-            elif (node.module or "").startswith("benchmarks"):
+            elif (node.module or "").startswith(("benchmarks", "gpu")):  # the latter lies beside this
                 others |= {*names.values()}
     targets = [
         target(node)
@@ -229,14 +230,14 @@ def test_no_test_names_more_privates_or_patches_more_than_the_list_says_which_is
 def test_what_is_looked_for_is_found():
     name = min(privates())
     for text in (
-        "from arrowcache.native.threads import NAME",
+        "from arrowcache.native.engine import NAME",
         "threads.NAME()",
         "mapped.NAME",
         "monkeypatch.setattr(mapped, 'NAME', 0)",
         "monkeypatch.setattr('arrowcache.reading.mapped.NAME', 0)",
         "patch.object(mapped, 'NAME', 0)",
         "MISSING = {'half': (mapped, 'NAME')}",
-        "monkeypatch.setattr(plan, 'MOST_ROWS', 0)",
+        "monkeypatch.setattr(plan, 'MAX_ROWS', 0)",
         "monkeypatch.setattr(Stream, 'take', take)",
         'SCRIPT = """\nfrom arrowcache.reading import mapped\nmapped.NAME = 0"""',
         'SCRIPT = f"""\n    from arrowcache.reading import mapped\n    mapped.MOST = {most}"""',
@@ -251,6 +252,43 @@ def test_what_is_looked_for_is_found():
         "text = 'a sentence of NAME a cache'",
     ):
         assert not offenders(ast.parse(text.replace("NAME", name))), text
+
+
+IMPORT = re.compile(r"\bfrom (arrowcache[\w.]*) import (?:\(([^)]*)\)|([\w, ]+))")
+
+
+@functools.cache
+def said_by(module: str) -> frozenset[str]:
+    """All names and texts in a module, its folder's modules among them; nothing if there is none."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.exists():
+        return frozenset()
+    beside = {each.stem for each in path.iterdir()} if path.is_dir() else set()
+    return frozenset(beside | {*re.findall(r"\w+", file.read_text())})
+
+
+def missing(source: str) -> list[str]:
+    """The names that a source, or a script in a text of it, imports from modules which do not have them."""
+    return [
+        f"{module}.{name}"
+        for module, several, one_line in IMPORT.findall(source)
+        for name in re.findall(r"(?:^|,)\s*([A-Za-z_]\w*)", re.sub(r"#.*", "", several or one_line))
+        if name not in said_by(module)
+    ]
+
+
+def test_each_name_that_a_script_in_a_text_imports_is_there():
+    folders = (TESTS, TESTS.parent / "benchmarks")
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path != Path(__file__)]
+    assert {path.name: found for path in paths if (found := missing(path.read_text()))} == {}
+
+
+def test_a_name_that_is_gone_from_a_module_is_seen():
+    script = "'from arrowcache.native.order import {}; print(1)'"
+    assert missing(script.format("Stage, Pass as Turn")) == []
+    assert missing(script.format("Stage, Table")) == ["arrowcache.native.order.Table"]
+    assert missing('"""\nfrom arrowcache.gone import (\n    One,\n)\n"""') == ["arrowcache.gone.One"]
 
 
 def read_at_import(tree: ast.AST) -> Iterator[ast.AST]:

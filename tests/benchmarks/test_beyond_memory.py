@@ -15,7 +15,7 @@ import pytest
 from helpers import KIB
 
 from benchmarks import beyond_memory, bounded
-from benchmarks.control_group import ControlGroup
+from benchmarks.bounded import ControlGroup
 
 ROOT = Path(__file__).parents[2]
 MIB = 1024 * KIB

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from page_cache import counts_pages
 
-from benchmarks.measure import hardware
-from benchmarks.peers import page_cache, rolling, slow
+from benchmarks import usage
+from benchmarks.harness import hardware
+from benchmarks.peers import rolling, slow
 from benchmarks.peers.case import Case, adapter_of, check, consumer_of
-from benchmarks.peers.footprint import Footprint
 from benchmarks.peers.registry import PEERS
-from benchmarks.peers.results import Results, Rolling
+from benchmarks.peers.results import Results
 from benchmarks.peers.workload import Workload
+from benchmarks.usage import Footprint
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(1024, rows=64, batch_rows=8)
@@ -138,11 +139,11 @@ def test_a_footprint_counts_each_file_once_and_not_what_came_and_went(tmp_path, 
 def test_files_that_were_dropped_are_not_in_the_page_cache(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
-    assert page_cache.resident_bytes(path) == 1 << 20
-    page_cache.drop(tmp_path)
-    if page_cache.resident_bytes(path) == 1 << 20:
+    assert usage.resident_bytes(path) == 1 << 20
+    usage.drop(tmp_path)
+    if usage.resident_bytes(path) == 1 << 20:
         pytest.skip("this file system has nothing but memory")
-    assert page_cache.resident_bytes(path) == 0
+    assert usage.resident_bytes(path) == 0
 
 
 def test_files_that_are_mapped_stay_and_that_is_an_error(tmp_path):
@@ -151,7 +152,7 @@ def test_files_that_are_mapped_stay_and_that_is_an_error(tmp_path):
     mapped = np.memmap(path, np.uint8, "r")
     assert mapped.sum() == 0
     with pytest.raises(RuntimeError, match="stayed in the page cache"):
-        page_cache.drop(tmp_path)
+        usage.drop(tmp_path)
 
 
 @pytest.mark.slow
@@ -178,7 +179,7 @@ def test_what_another_machine_measured_is_measured_again(tmp_path):
     assert not Results(tmp_path / "results.json").has("litdata", case)
 
 
-def test_every_peer_has_its_module_and_its_environment():
+def test_every_peer_has_its_adapter_and_its_environment():
     for peer in PEERS:
         adapter = adapter_of(peer.name)
         assert callable(adapter.write)
@@ -202,23 +203,25 @@ def test_every_peer_has_its_module_and_its_environment():
 )
 def test_an_epoch_of_a_slow_dataset_has_each_item_once(monkeypatch, change, words):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from benchmarks.peers import slow_items
+    from benchmarks.peers import slow_ways
 
-    monkeypatch.setattr("benchmarks.peers.slow_items.NUMBERS", 5)
-    numbers = torch.randperm(slow_items.ITEMS, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("benchmarks.peers.slow_ways.NUMBERS", 5)
+    numbers = torch.randperm(slow_ways.ITEMS, generator=torch.Generator().manual_seed(0))
     values = numbers.float()[:, None].repeat(1, 5)
     change(values, numbers)
     batches = zip(values.split(64), numbers.split(64), strict=True)
     if words is None:
-        slow_items.check(batches)
+        slow_ways.check(batches)
         return
     with pytest.raises(SystemExit, match=words):
-        slow_items.check(batches)
+        slow_ways.check(batches)
 
 
-def test_each_way_to_keep_the_items_has_an_adapter():
-    adapters = (ROOT / "benchmarks" / "peers" / "slow_adapters").glob("[!_]*.py")
-    assert {way.module for way in slow.WAYS} == {path.stem for path in adapters}
+def test_each_way_to_keep_the_items_has_a_function():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    from benchmarks.peers import slow_ways
+
+    assert [way.word for way in slow.WAYS] == [*slow_ways.WAYS]
 
 
 def test_the_rolling_case_deletes_nothing_of_others(tmp_path):
@@ -229,11 +232,10 @@ def test_the_rolling_case_deletes_nothing_of_others(tmp_path):
 
 
 def test_runs_of_the_rolling_case_that_failed_are_run_again_and_ours_are_told_first(tmp_path):
-    path = tmp_path / "rolling.json"
-    runs = Rolling(path)
-    runs.add("litdata, 60 s", {"peer": "litdata", "failed": "not done"})
-    runs.add("600 MB/s, 60 s", {"peer": "arrowcache", "rows": 1})
-    read = Rolling(path)
-    assert list(read.results) == ["600 MB/s, 60 s", "litdata, 60 s"]
-    assert read.has("600 MB/s, 60 s")
-    assert not read.has("litdata, 60 s")
+    path = tmp_path / "results.json"
+    Results(path).add_run("litdata, 60 s", {"peer": "litdata", "failed": "not done"})
+    Results(path).add_run("600 MB/s, 60 s", {"peer": "arrowcache", "rows": 1})
+    read = Results(path)
+    assert list(read.rolling) == ["600 MB/s, 60 s", "litdata, 60 s"]
+    assert read.has_run("600 MB/s, 60 s")
+    assert not read.has_run("litdata, 60 s")

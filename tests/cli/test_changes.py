@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ from arrowcache.cli import INTERRUPTED, OK, USAGE, WRONG
 
 pytest.importorskip("typer", reason="the extra 'explore' is not installed")
 
+from arrowcache.cli.commands import create
+from arrowcache.storage.settings import OPTIONS
+
 SCHEMA = "image: float32[16, 16], label: int64, name: string, tokens: ragged int32"
 SIZES = ["--capacity", "1MiB", "--segment-bytes", "32KiB"]
 
@@ -36,6 +40,10 @@ def write(path, start, stop, *, bad=None):
 
 
 # create
+
+
+def test_a_setting_that_stands_by_itself_is_an_option_of_create():
+    assert {*OPTIONS} <= {*inspect.signature(create).parameters}
 
 
 def test_create_makes_an_empty_cache_and_says_what_it_is(call, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from helpers import flip_byte, make_cache, publish, segment_files
 
 import arrowcache as ac
-from arrowcache.cli.wording import of_shell
+from arrowcache.cli import of_shell
 
 pytest.importorskip("typer", reason="the extra 'explore' is not installed")
 

@@ -90,7 +90,7 @@ def hold_part(path: Path, ready: Path) -> None:
     store = ac.Cache.open(path).store
     with store.locked():  # as a writer does: another child that opens the cache sweeps
         part = store.folder.new_part()
-    part.reserve(16 * 1024)
+    part.allocate(16 * 1024)
     ready.touch()
     threading.Event().wait()
 

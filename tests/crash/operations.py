@@ -27,13 +27,13 @@ from helpers import (
 
 import arrowcache as ac
 from arrowcache.linux import boot_id
-from arrowcache.reading.membership import Membership
-from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.options import RankInfo
+from arrowcache.reading.ranks import SharedPlan
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import LockRecord
-from arrowcache.storage.note_lines import Rows
-from arrowcache.storage.notes import Notes
+from arrowcache.storage.notes_log import NotesLog
+from arrowcache.storage.row_ids import NumberedRows
 
 CAPACITY = 400 * KIB
 NEW = 10**5  # the first id that an operation publishes
@@ -120,14 +120,14 @@ def do_verify(cache: ac.Cache, twice: Twice) -> None:
     twice(cache.verify)
 
 
-def do_claim(cache: ac.Cache, twice: Twice) -> None:
+def do_take(cache: ac.Cache, twice: Twice) -> None:
 
-    def claim() -> int:
+    def take() -> int:
         with cache.store.locked():
-            return cache.store.folder.claim_tasks("default.0", 1)
+            return cache.store.folder.take_tasks("default.0", 1)
 
-    first = twice(claim)
-    assert twice(claim) > first
+    first = twice(take)
+    assert twice(take) > first
 
 
 def do_open(path: Path, twice: Twice) -> None:
@@ -184,10 +184,10 @@ def mapped_ids(cache: ac.Cache) -> list[int]:
 
 def do_agree(cache: ac.Cache, twice: Twice) -> None:
     """Two ranks, of which one ends its epoch before the other one begins it."""
-    ranks = [twice(lambda n=n: Agreement(cache.store, Membership(n, 2, "job", 2))) for n in range(2)]
+    ranks = [twice(lambda n=n: SharedPlan(cache.store, RankInfo(n, 2, "job", 2))) for n in range(2)]
     read = []
 
-    def epoch(rank: Agreement) -> None:
+    def epoch(rank: SharedPlan) -> None:
         snapshot = rank.snapshot(0, {"seed": 0}, lambda: Snapshot.take(cache.store))
         assert snapshot is not None
         read.append([segment.seq for segment in snapshot.segments])
@@ -220,7 +220,7 @@ def do_note(cache: ac.Cache, twice: Twice) -> None:
 
 
 def noted(cache: ac.Cache) -> int:
-    return int(Notes(cache.store).excluded(Rows.of(cache.store.segments())).sum())
+    return int(NotesLog(cache.store).excluded(NumberedRows.of(cache.store.segments())).sum())
 
 
 # what happened to a cache before
@@ -266,7 +266,7 @@ OPERATIONS = {
     "resize": Operation(do_resize, 20, expected=frozenset({"rename", "writev", "fsync"}), evicts=True),
     "quarantine": Operation(do_verify, 5, damaged=2, expected=frozenset({"rename", "create", "pwrite"})),
     "verify": Operation(do_verify, expected=frozenset({"maps.open", "maps.map", "flock", "fcntl", "lstat"})),
-    "claim a task": Operation(do_claim, 1, expected=frozenset({"create", "pread", "pwrite"})),
+    "take a task": Operation(do_take, 1, expected=frozenset({"create", "pread", "pwrite"})),
     "agree": Operation(do_agree, 5, expected=frozenset({"open", "link", "pread", "unlink"})),
     "agree in a full cache": Operation(do_agree, 20, expected=frozenset({"link", "pwrite"}), evicts=True),
     "open": Operation(

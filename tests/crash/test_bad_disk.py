@@ -70,7 +70,7 @@ GATHERS = """
                 drop()
                 with cache.snapshot() as snapshot:
                     snapshot.map_all()
-                    snapshot.temperature.is_cold = is_cold
+                    snapshot.read_mode.is_cold = is_cold
                     with disk.fails(name, errno.EIO, "read"):
                         if is_cold or not most_mapped:
                             for _ in range(2):
@@ -148,7 +148,7 @@ OPENS = """
                 drop()
                 with cache.snapshot() as snapshot:
                     snapshot.map_all()
-                    snapshot.temperature.is_cold = is_cold
+                    snapshot.read_mode.is_cold = is_cold
                     fetch = None
                     with disk.fails("/segments/", error, "open"):
                         assert checked(snapshot.gather(WHOLE, columns)) == WHOLE, "they are mapped"
@@ -159,7 +159,7 @@ OPENS = """
                 Limits.current = Limits(mapped_segments=0)
                 with cache.snapshot() as snapshot:
                     snapshot.map_all()
-                    snapshot.temperature.is_cold = is_cold
+                    snapshot.read_mode.is_cold = is_cold
                     with disk.fails(name, error, "open"):
                         failed(lambda: snapshot.gather(WHOLE, columns), kind, name, *words)
                         assert checked(snapshot.gather(OTHERS, columns)) == OTHERS
@@ -183,6 +183,7 @@ def test_files_that_cannot_be_opened_while_rows_are_read_are_read_where_they_are
 
 
 ENDS = """
+    from arrowcache.reading.slots import Slots
     from plain_rows import threads
 
     Limits.current = Limits(stuck_seconds=0.05)
@@ -197,7 +198,7 @@ ENDS = """
         "How many jobs were, as two threads were held."
         while disk.calls("read") < 2:
             for each in begun:
-                each.go_on()
+                each.advance()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             end()
@@ -217,9 +218,8 @@ ENDS = """
     with threads(2), cache.snapshot() as snapshot:
         snapshot.map_all()
         with disk.is_held("/segments/", "read"):
-            image = np.empty((96, 64, 64), np.float32)
-            out = {"image": image.ctypes.data}
-            gather = snapshot._begin(np.arange(96), ["image", "name", "boxes"], out, image)
+            slot = Slots({"image": ((64, 64), np.dtype(np.float32))}, 96).lend(96)
+            gather = snapshot.read(np.arange(96), snapshot.columns_of(["image", "name", "boxes"]), slot)
             assert left_behind(gather.cancel, gather) <= 2
 """
 

@@ -24,9 +24,9 @@ from quick import one_in
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.sampling.executors import OpenTasks
 from arrowcache.storage.layout import tasks_listed
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.open_tasks import OpenTasks
 
 ONLY_READING = ("verify", "read", "read checked", "stats")
 
@@ -126,7 +126,7 @@ def test_a_task_of_divided_samples_is_published_or_open_wherever_its_process_was
     pool = "default.0"
 
     def opened(cache: ac.Cache) -> OpenTasks:
-        cache.store.folder.claim_tasks(pool, 0)
+        cache.store.folder.take_tasks(pool, 0)
         return OpenTasks(cache.store, pool, LockFile(cache.path / "pools" / pool))
 
     def killed_at(i: int, path: Path) -> bool:
@@ -139,7 +139,7 @@ def test_a_task_of_divided_samples_is_published_or_open_wherever_its_process_was
         with faults.active():
             with cache.store.locked():
                 tasks = opened(cache)
-                assert [tasks.claim(3), tasks.claim(3)] == [0, 1]
+                assert [tasks.take(3), tasks.take(3)] == [0, 1]
             for number in (1, 0):
                 cache.store.publish(segment.encode(), f"{pool}.{number}")
         return faults.reached
@@ -152,9 +152,9 @@ def test_a_task_of_divided_samples_is_published_or_open_wherever_its_process_was
         published = tasks_listed(pool, cache.store.segments())
         with cache.store.locked():
             tasks = opened(cache)
-            claimed = [tasks.claim(3) for _ in range(4 - len(published))]
-        assert claimed == [*({0, 1, 2} - published), None]
-        assert cache.store.folder.returned_tasks(pool) == claimed[:-1]
+            taken = [tasks.take(3) for _ in range(4 - len(published))]
+        assert taken == [*({0, 1, 2} - published), None]
+        assert cache.store.folder.returned_tasks(pool) == taken[:-1]
         if ended:
             break
     assert ended

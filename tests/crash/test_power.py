@@ -14,22 +14,21 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from crash.disk import FATES, Disk, Tree, chance, lay_out
+from crash.disk import FATES, LOST_SYNCS, Disk, Tree, chance, lay_out
 from helpers import KIB, disk_bytes, flip_byte, full, make_cache, publish, replace_file, sample, segment_files
 from quick import first_is_quick, some_of
 
 import arrowcache as ac
 from arrowcache import linux
 from arrowcache.limits import Limits
-from arrowcache.storage.folder import Folder, PartFile
-from arrowcache.storage.layout import tasks_listed
-from arrowcache.storage.store import Store
+from arrowcache.storage.folder import Folder
+from arrowcache.storage.layout import LockRecord, tasks_listed
 
 CAPACITY = 240 * KIB  # six segments, beside room for two
 POOL = "default.0"
@@ -206,7 +205,7 @@ def check_durable(life: Life, cut: int, path: Path) -> None:
     begun = sum(when <= cut for when in life.tasks_begun)
     with cache.store.locked():
         listed = max(tasks_listed(POOL, cache.store.segments()), default=-1) + 1
-        assert cache.store.folder.claim_tasks(POOL, 1, listed) >= begun, "a task is done a second time"
+        assert cache.store.folder.take_tasks(POOL, 1, listed) >= begun, "a task is done a second time"
     go_on(cache)
 
 
@@ -266,7 +265,7 @@ def test_the_disk_saw_all_that_was_done(tmp_path):
     assert {name: data for name, (_, data) in tree.items()} == found
 
 
-SYNC = Folder.sync_folder
+SYNC, READ = Folder.sync_folder, Folder.read_record
 
 
 def nothing(*_: object) -> None:
@@ -278,21 +277,29 @@ def below_the_cache(self: Folder, path: Path) -> None:
         SYNC(self, path)
 
 
-MISSING: dict[str, tuple[bool, object, str, Any, str]] = {
-    "the bytes' sync": (True, PartFile, "sync", nothing, "other bytes|damaged"),
-    "the names' sync": (True, Folder, "sync_segments", nothing, "is lost"),
-    "the parents' sync": (True, Folder, "sync_folder", below_the_cache, "no cache here"),
-    "the quarantine's sync": (True, Folder, "sync_isolated", nothing, "and back"),
-    "the tasks' sync": (True, Folder, "sync_tasks", nothing, "second time"),
-    "the leap of numbers": (True, Limits, "current", Limits(number_leap=0), "given out twice"),
-    "the check after a restart": (False, Store, "suspect_below", lambda self: 0, "wrong row"),
+def no_suspects(self: Folder) -> LockRecord:
+    return replace(READ(self), suspect_below=0)
+
+
+MISSING: dict[str, tuple[bool, Callable[[pytest.MonkeyPatch], None], str]] = {
+    "the bytes' sync": (True, lambda less: less.setitem(LOST_SYNCS, ".part", "left out"),
+                        "other bytes|damaged"),
+    "the names' sync": (True, lambda less: less.setattr(Folder, "sync_segments", nothing), "is lost"),
+    "the parents' sync": (True, lambda less: less.setattr(Folder, "sync_folder", below_the_cache),
+                          "no cache here"),
+    "the quarantine's sync": (True, lambda less: less.setattr(Folder, "sync_isolated", nothing), "and back"),
+    "the tasks' sync": (True, lambda less: less.setattr(Folder, "sync_tasks", nothing), "second time"),
+    "the leap of numbers": (True, lambda less: less.setattr(Limits, "current", Limits(number_leap=0)),
+                            "given out twice"),
+    "the check after a restart": (False, lambda less: less.setattr(Folder, "read_record", no_suspects),
+                                  "wrong row"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", first_is_quick(MISSING))
 def test_without_one_of_its_parts_the_promise_is_found_broken(tmp_path, monkeypatch, what):
-    durable, owner, name, instead, expected = MISSING[what]
-    monkeypatch.setattr(owner, name, instead)
+    durable, leave_out, expected = MISSING[what]
+    leave_out(monkeypatch)
     life = live(tmp_path / "disk", durable=durable)
     with pytest.raises(AssertionError, match=expected):
         check_all(life, tmp_path, check_durable if durable else check_default, seeds=0)
@@ -368,9 +375,9 @@ def test_a_durable_pool_syncs_a_tasks_number_before_the_task_begins(tmp_path):
     life = live(tmp_path / "disk", durable=True)
     for number, begun in enumerate(life.tasks_begun):
         calls = [str(call).replace("new/cache/", "") for call in life.disk.calls[:begun]]
-        claims = [index for index, call in enumerate(calls) if call == f"write pools/{POOL}"]
-        assert len(claims) == number + 1
-        assert calls[claims[-1] + 1 :] == [f"sync pools/{POOL}", "sync pools"]
+        takes = [index for index, call in enumerate(calls) if call == f"write pools/{POOL}"]
+        assert len(takes) == number + 1
+        assert calls[takes[-1] + 1 :] == [f"sync pools/{POOL}", "sync pools"]
 
 
 def test_a_counter_is_synced_before_there_is_a_cache_and_once_a_restart(tmp_path):

@@ -37,7 +37,8 @@ from page_cache import drop_from_memory
 import arrowcache as ac
 from arrowcache import linux
 from arrowcache.native import maps
-from arrowcache.reading.memory import SharedMemory
+from arrowcache.reading.slots import SharedMemory
+from arrowcache.storage.lease import own_leases
 from arrowcache.storage.mapping import FileMapping, live_mappings
 
 IDS = list(range(96))
@@ -227,6 +228,7 @@ LINES = ("line", "return")
 THREADS = {"workers": 2, "worker_type": "thread", "transform": dict}
 OF_MAPS = files("reading/mapped.py", "native/maps.py", "arrowcache/lifetimes.py")
 OF_A_FILE = files("storage/mapping.py", "arrowcache/linux.py", functions=("__init__", "_mmap", "map_memory"))
+OF_SEAMS = files("reading/batch_source.py", "reading/stream.py", "reading/available_rows.py")
 OF_ROWS = files("arrow/builder.py", "storage/writer.py")
 OPERATIONS = {
     "an epoch": Operation(epoch, 300),
@@ -239,7 +241,7 @@ OPERATIONS = {
     "the end of an iterator": Operation(dropping, 20),
     "the end of a loader": Operation(partial(closing_twice, shuffle="rows"), 30),
     "the end of a loader of a window": Operation(partial(closing_twice, shuffle="window"), 30),
-    "the seam of two epochs": Operation(seam, 50, files("reading/stream.py", "reading/supply.py"), ("line",)),
+    "the seam of two epochs": Operation(seam, 50, OF_SEAMS, ("line",)),
     "mapping": Operation(mapping, 15, OF_MAPS, LINES),
     "letting go": Operation(partial(mapping, is_release=True), 15, OF_MAPS, LINES),
     "a snapshot beside another": Operation(
@@ -280,7 +282,7 @@ def test_ctrl_c_as_memory_is_shared_closes_its_descriptor_once(monkeypatch):
     opened, closed, make, close = [], [], linux.anonymous_file, os.close
     monkeypatch.setattr(linux, "anonymous_file", lambda: opened.append(make()) or opened[-1])
     monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or close(fd))
-    for interruption in interruptions(5, files("reading/memory.py"), LINES):
+    for interruption in interruptions(5, files("reading/slots.py"), LINES):
         with interruption:
             SharedMemory.create()
     del interruption
@@ -289,13 +291,16 @@ def test_ctrl_c_as_memory_is_shared_closes_its_descriptor_once(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(cache):
+def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(cache, monkeypatch):
     """A RuntimeError, where it came as the wait for them let go of a lock."""
+    limit(monkeypatch, idle_seconds=3600.0)
     with ac.Loader(cache, 8, workers=1, transform=dict) as loader:
         assert sorted(ids_of(loader)) == IDS
+        (lease,) = own_leases(cache.store.folder.lease_lock, 0)
+        let_go = lease.on_contention  # as a writer asks for it; the lease forgets it as it ends
         for interruption in interruptions(5, library, ("call", "return"), finalizers=True):
             with interruption:
-                loader._assembly.drop()
+                let_go()
         assert sorted(ids_of(loader)) == IDS
 
 
@@ -304,7 +309,7 @@ def test_ctrl_c_while_worker_processes_let_go_is_nothing_else(cache):
 def test_a_signal_handler_may_close_a_loader_at_any_step_of_iter(cache, options):
     """It was an AttributeError of what `close` had taken away; before that was made, its thread lived on."""
     loaders: list[ac.Loader] = []
-    code = files("reading/loader.py", "reading/parking.py", "reading/stream.py")
+    code = files("reading/loader.py", "reading/stream.py")
     for interruption in interruptions(10, code, error=lambda: loaders[-1].close()):
         loaders.append(ac.Loader(cache, 16, **options))
         epochs: list[Any] = []
@@ -326,7 +331,8 @@ def test_a_signal_handler_may_close_a_loader_at_any_step_of_next(tmp_path, on_di
     with cache.writer() as writer:
         writer.extend(every_kind(0, 96))
     loaders: list[ac.Loader] = []
-    code = files("reading/stream.py", "reading/gather.py", "reading/portion.py", "native/engine.py")
+    making = ("batch_source", "stream", "assembly", "gather")
+    code = files(*(f"reading/{name}.py" for name in making), "native/engine.py")
     for interruption in interruptions(
         100, code, ("opcode",), lambda: loaders[-1].close(), every=29, blocks=True
     ):

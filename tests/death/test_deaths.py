@@ -61,7 +61,7 @@ DEATH = """
         kept.batches = [next(batches) for _ in range(number % 5)]
         for batch in kept.batches:
             assert (batch["image"][:, [0, -1]] == batch["id"][:, None]).all()
-        loader._meter.kept = kept
+        loader.kept = batches.kept = kept
         if way == "end":
             globals().update(loader=loader, batches=batches, kept=kept)
         elif way == "exit":
@@ -153,7 +153,7 @@ def test_snapshots_that_come_and_go_leave_no_thread_mapping_or_descriptor(tmp_pa
                 snapshot.map_all()
                 fetch = snapshot.fetch(0, 64, ["id", "image"])
                 slot = Slots({"image": ((16, 16), np.dtype("float32"))}, 64).lend(64)
-                gather = snapshot.begin_gather(np.arange(64), ["image"], slot)
+                gather = snapshot.read(np.arange(64), snapshot.columns_of(["image"]), slot)
                 gather.take(number % 3 * 1e-4)
                 abandon(gather) if number % 2 else gather.cancel()
                 del fetch
@@ -176,7 +176,7 @@ TRUNCATED = """
     files = Files([4], [1 << 20], folder=pathlib.Path(sys.argv[1]))
     rows, out = files.table(), np.zeros((4, 1 << 20), np.uint8)
     os.truncate(files.paths[0], 4096)
-    columns = [engine.CopiedColumn(0, 1 << 20, out.ctypes.data)]
+    columns = [(0, 1 << 20, out.ctypes.data)]
     job = engine.copy_rows(rows, np.arange(4), columns)
     while not job.has_ended():
         time.sleep(0.01)

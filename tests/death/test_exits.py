@@ -21,6 +21,7 @@ SCRIPT = """
 import os, sys, threading, time, warnings
 import numpy as np
 import arrowcache as ac
+from arrowcache.reading.slots import Slots
 
 path, exits = sys.argv[1], int(sys.argv[2])
 ac.Cache.open(path).snapshot().close()
@@ -33,9 +34,9 @@ def gathers(cache, rng):
     snapshot.map_all()
     for _ in range(4):
         ids = rng.integers(0, len(snapshot), 64)
-        out = {"image": np.empty((64, 128, 128), np.float32), "id": np.empty(64, np.int64)}
-        addresses = {name: array.ctypes.data for name, array in out.items()}
-        kept.append(snapshot._begin(ids, ["id", "image", "name"], addresses, out))
+        columns = {"image": ((128, 128), np.dtype(np.float32)), "id": ((), np.dtype(np.int64))}
+        slot = Slots(columns, 64).lend(64)
+        kept.append(snapshot.read(ids, snapshot.columns_of(["id", "image", "name"]), slot))
     kept.append(snapshot.fetch(0, len(snapshot), ["id", "image", "name"]))
 
 def thread(cache, rng):

@@ -182,8 +182,8 @@ def test_a_pool_that_cannot_be_made_leaves_no_sign_that_somebody_writes(tmp_path
         "arrowcache.sampling.dispatcher.progress_bar",
         "arrowcache.sampling.pool.finalizer",
         "arrowcache.sampling.pool.start",
-        "arrowcache.sampling.executors._own",
-        "arrowcache.sampling.executors.claim",
+        "arrowcache.sampling.workers.Workers",
+        "arrowcache.sampling.executors.take_numbers",
     ):
         with monkeypatch.context() as patched:
             patched.setattr(target, fails)

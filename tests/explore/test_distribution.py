@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from arrowcache.explore.distribution import Distribution, Histogram, distribution
+pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
+
+from arrowcache.explore.summary import Distribution, Histogram, distribution
 
 DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint64"]
 

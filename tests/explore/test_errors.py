@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import xxhash
 from helpers import make_cache, publish, wait_until
 
 from arrowcache import explore
@@ -12,26 +17,29 @@ for needed in ("duckdb", "pandas"):
 
 
 @pytest.mark.parametrize(
-    ("function", "call"),
+    ("put", "call"),
     [
-        ("arrowcache.explore.summary.distribution_of", explore.describe),
-        ("xxhash.xxh3_128", explore.duplicates),
-        ("arrowcache.explore.summary.distribution_of", explore.drift),
+        (lambda patch, here: patch.setattr(np, "copyto", here), explore.describe),
+        (lambda patch, here: patch.setattr(xxhash, "xxh3_128", here), explore.duplicates),
+        (lambda patch, here: patch.setattr(np, "copyto", here), explore.drift),
         (
-            "pyarrow.parquet.write_table",
+            lambda patch, here: patch.setattr(pq, "write_table", here),
             lambda cache: explore.export_parquet(cache, cache.path.parent / "exported"),
         ),
-        ("arrowcache.explore.query.announce", lambda cache: explore.sql(cache, "select id from cache")),
+        (
+            lambda patch, here: patch.setattr(threading.Thread, "start", here),
+            lambda cache: explore.sql(cache, "select id from cache"),
+        ),
     ],
 )
-def test_what_is_interrupted_keeps_no_segment(tmp_path, monkeypatch, function, call):
-    def interrupted(column, *_, **options):
-        assert len(column)  # held by this frame, too
+def test_what_is_interrupted_keeps_no_segment(tmp_path, monkeypatch, put, call):
+    def interrupted(*held, **_):  # by this frame, too
+        assert held
         raise KeyboardInterrupt
 
     cache = make_cache(tmp_path / "cache")
     publish(cache, segments=4)
-    monkeypatch.setattr(function, interrupted)
+    put(monkeypatch, interrupted)
     with pytest.raises(KeyboardInterrupt) as kept:
         call(cache)
     wait_until(lambda: cache.stats().leased_bytes == 0, "Arrow's threads to let go")

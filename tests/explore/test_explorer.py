@@ -32,7 +32,7 @@ import duckdb
 import arrowcache as ac
 from arrowcache import explore
 from arrowcache.explore import serving
-from arrowcache.explore.large import large, slice_html
+from arrowcache.explore.pictures import large, slice_html
 from arrowcache.explore.serving import Server
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float32"), "label": ac.Tensor("int64"), "kind": ac.String()})
@@ -528,6 +528,27 @@ def test_it_is_closed_in_the_middle_of_another_threads_query(numbers):
     shown.close()
     thread.join(60)
     assert ended == [True]
+
+
+def test_cells_and_messages_in_threads_of_their_own_wait_for_each_other(numbers):
+    """As in kernels that handle messages in a thread: DuckDB refuses two calls at once."""
+    counted = "select count(*) as n from range(300000) a, range(20) b"
+    asked = {"method": "custom", "content": {"type": "arrow", "sql": counted, "uuid": "1"}}
+    with contextlib.closing(explore.open(numbers)) as shown:
+        page = Page(shown)
+        errors = []
+
+        def ask():
+            for _ in range(10):
+                page.send(asked)
+                errors.append(page.ask("page", where="label = 1")["error"])
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while asking.is_alive():
+            assert len(shown.ids) in (20, 100)
+        assert page.custom == 10 * [{"type": "arrow", "uuid": "1"}]
+        assert errors == 10 * [""]
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 
-import nbformat
 import pytest
 
+pytest.importorskip("nbformat", reason="nbformat is not installed")
 pytest.importorskip("selenium", reason="selenium is not installed")
 pytest.importorskip("mosaic_widget", reason="the extra 'explore' is not installed")
 
+import nbformat
 from helpers import wait_until
 from laboratory import HOW_TO_GET_THEM, Laboratory, missing
 from screen import Screen

@@ -15,7 +15,7 @@ from processes import Script
 
 import arrowcache as ac
 from arrowcache import explore
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.columns import bfloat16_values
 
 pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")

@@ -14,8 +14,7 @@ from markup import seen
 pytest.importorskip("matplotlib", reason="the extra 'explore' is not installed")
 
 import arrowcache as ac
-from arrowcache.explore.drawing import Pixels, Words
-from arrowcache.explore.galleries import gallery
+from arrowcache.explore.pictures import Pixels, gallery
 
 SCHEMA = ac.Schema(
     {
@@ -142,7 +141,7 @@ def test_a_column_of_too_many_values_is_refused(cache, monkeypatch):
 
 @pytest.mark.parametrize(
     ("column", "kind"),
-    [("image", Pixels), ("signal", Pixels), ("boxes", Pixels), ("name", Words), ("raw", Words)],
+    [("image", Pixels), ("signal", Pixels), ("boxes", Pixels), ("name", str), ("raw", str)],
 )
 def test_every_column_of_more_than_a_number_has_pictures(cache, column, kind):
     made = gallery(cache, column, n=6, by="label")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from arrowcache.explore.history import History
-from arrowcache.explore.observation import Observation, SeenLoader
+from arrowcache.explore.observation import History, Observation, SeenLoader
 from arrowcache.reading.stats import STAGES
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.overview import CacheStats

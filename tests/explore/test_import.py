@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,9 +15,8 @@ import pytest
 from helpers import limit, published_ids, segment_files
 
 import arrowcache as ac
-from arrowcache.explore import parquet
-from arrowcache.explore.exchange import import_parquet
-from arrowcache.storage.file_rows import file_rows_of
+from arrowcache.explore.exchange import ParquetImport, import_parquet
+from arrowcache.storage.layout import file_rows_of
 
 SIZES = {"capacity": "1MiB", "segment_bytes": "16KiB"}
 IDS = ac.Schema({"id": ac.Tensor("int64"), "pad": ac.Binary()})
@@ -43,6 +43,18 @@ def ids(cache):
 def in_pieces(monkeypatch):
     """Files are read some rows at a time."""
     limit(monkeypatch, imported_rows=8)
+
+
+def at_each_batch(monkeypatch, act):
+    """Have something done whenever an import has read some rows of a file."""
+    real = pq.ParquetFile.iter_batches
+
+    def iter_batches(self, *arguments, **options):
+        for batch in real(self, *arguments, **options):
+            act()
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
 
 
 # twice
@@ -126,7 +138,7 @@ def test_rows_that_were_evicted_come_again_and_no_others(tmp_path, in_pieces):
     cache = ac.Cache.open(tmp_path / "c")
     cache.evict("40KiB")
     left = ids(cache)
-    task = parquet.ParquetImport([path], cache)
+    task = ParquetImport([path], cache)
     task.run()
     assert task.imported.rows == task.rows_returned == 100 - len(left) > 0
     assert task.rows_there == len(left)
@@ -214,18 +226,16 @@ def test_damage_within_a_file_leaves_none_of_its_rows(tmp_path, in_pieces):
     assert not (tmp_path / "c").exists()
 
 
-def test_segments_that_somebody_reads_stay_and_are_counted(tmp_path, monkeypatch):
+def test_segments_that_somebody_reads_stay_and_are_counted(tmp_path, in_pieces, monkeypatch):
     path = write(tmp_path / "a.parquet", 0, 100, bad=99)
     with make(tmp_path / "c") as cache:
         held = []
 
-        def values(name, column, kind, original=parquet.values_of):
+        def read():
             if not held and cache.store.segments():
                 held.append(cache.snapshot())
-            return original(name, column, kind)
 
-        limit(monkeypatch, imported_rows=8)
-        monkeypatch.setattr(parquet, "values_of", values)
+        at_each_batch(monkeypatch, read)
         with pytest.raises(ac.SchemaError) as raised:
             import_parquet(path, cache)
         stay = ids(cache)
@@ -234,19 +244,17 @@ def test_segments_that_somebody_reads_stay_and_are_counted(tmp_path, monkeypatch
         held[0].close()
 
 
-def test_a_cache_that_others_use_by_now_stays(tmp_path, monkeypatch):
+def test_a_cache_that_others_use_by_now_stays(tmp_path, in_pieces, monkeypatch):
     path = write(tmp_path / "a.parquet", 0, 100, bad=99)
     writers = []
 
-    def values(name, column, kind, original=parquet.values_of):
+    def write_too():
         if not writers and (tmp_path / "c" / "cache.json").exists():
             writers.append(ac.Cache.open(tmp_path / "c").writer())
             writers[0].append(id=7, pad=b"")
             writers[0].close()
-        return original(name, column, kind)
 
-    limit(monkeypatch, imported_rows=8)
-    monkeypatch.setattr(parquet, "values_of", values)
+    at_each_batch(monkeypatch, write_too)
     with pytest.raises(ac.SchemaError, match="none of this file stays"):
         import_parquet(path, tmp_path / "c", **SIZES)
     assert ids(tmp_path / "c") == [7]
@@ -274,18 +282,18 @@ def test_nothing_is_made_where_the_first_file_cannot_be_imported(tmp_path):
 # other ends
 
 
-def test_a_full_disk_says_how_many_rows_are_in_and_the_same_call_goes_on(tmp_path, in_pieces, monkeypatch):
+def test_a_broken_disk_says_how_many_rows_are_in_and_the_same_call_goes_on(tmp_path, in_pieces, monkeypatch):
     path = write(tmp_path / "a.parquet", 0, 100)
-    real, published = ac.storage.store.Store.publish, []
+    segments = []
 
-    def publish(self, *arguments, **options):
-        if len(published) == 3:
-            raise OSError(28, "No space left on device", str(self.folder.path))
-        published.append(real(self, *arguments, **options))
-        return published[-1]
+    def reserve(fd, *area, real=os.posix_fallocate):  # for each segment
+        if len(segments) == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        segments.append(fd)
+        real(fd, *area)
 
-    monkeypatch.setattr(ac.storage.store.Store, "publish", publish)
-    with pytest.raises(OSError, match=r"No space left on device; \d\d of 100 rows were imported: import"):
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with pytest.raises(OSError, match=r"Input/output error.*; \d\d of 100 rows were imported: import"):
         import_parquet(path, tmp_path / "c", **SIZES)
     monkeypatch.undo()
     there = ids(tmp_path / "c")
@@ -294,14 +302,14 @@ def test_a_full_disk_says_how_many_rows_are_in_and_the_same_call_goes_on(tmp_pat
     assert ids(tmp_path / "c") == list(range(100))
 
 
-def test_a_first_segment_that_cannot_be_published_leaves_no_cache(tmp_path, monkeypatch):
+def test_a_disk_that_is_too_full_for_the_first_segment_leaves_no_cache(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", 0, 100)
 
-    def publish(self, *arguments, **options):
-        raise OSError(28, "No space left on device", str(self.folder.path))
+    def reserve(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ac.storage.store.Store, "publish", publish)
-    with pytest.raises(OSError, match="nothing was imported, no cache was made"):
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with pytest.raises(ac.CacheFullError, match="nothing was imported, no cache was made"):
         import_parquet(path, tmp_path / "new" / "c", **SIZES)
     assert not (tmp_path / "new").exists()
 
@@ -309,10 +317,10 @@ def test_a_first_segment_that_cannot_be_published_leaves_no_cache(tmp_path, monk
 def test_ctrl_c_before_the_first_segment_leaves_nothing(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", 0, 100)
 
-    def interrupted(*_):
+    def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parquet, "values_of", interrupted)
+    at_each_batch(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt):
         import_parquet(path, tmp_path / "c", **SIZES)
     assert not (tmp_path / "c").exists()
@@ -320,18 +328,18 @@ def test_ctrl_c_before_the_first_segment_leaves_nothing(tmp_path, monkeypatch):
 
 KILLED = """
 import sys, time
-from arrowcache.explore import parquet
+import pyarrow.parquet as pq
 from arrowcache.explore.exchange import import_parquet
 from arrowcache.limits import Limits
 Limits.current = Limits(imported_rows=8)
-count, real = [], parquet.values_of
-def values(name, column, kind):
-    count.append(name)
-    if len(count) > 12:
-        print("some are in", flush=True)
-        time.sleep(600)
-    return real(name, column, kind)
-parquet.values_of = values
+real = pq.ParquetFile.iter_batches
+def iter_batches(*arguments, **options):
+    for count, batch in enumerate(real(*arguments, **options)):
+        if count == 6:
+            print("some are in", flush=True)
+            time.sleep(600)
+        yield batch
+pq.ParquetFile.iter_batches = iter_batches
 import_parquet(sys.argv[1], sys.argv[2], capacity="1MiB", segment_bytes="16KiB", progress=False)
 """
 
@@ -362,12 +370,8 @@ def test_an_import_shows_that_somebody_writes(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", 0, 100)
     with make(tmp_path / "c") as cache:
         seen = []
-
-        def values(name, column, kind, original=parquet.values_of):
-            seen.append(cache.store.usage.somebody_writes())
-            return original(name, column, kind)
-
-        monkeypatch.setattr(parquet, "values_of", values)
+        at_each_batch(monkeypatch, lambda: seen.append(cache.store.usage.somebody_writes()))
         import_parquet(path, cache)
+        assert seen
         assert all(seen)
         assert not cache.store.usage.somebody_writes()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
-from helpers import make_cache, publish, wait_until
+from helpers import loader_pages, make_cache, publish, wait_until
 from processes import Child
 
 import arrowcache as ac
+from arrowcache import proc
 from arrowcache.errors import LockTimeoutError
-from arrowcache.explore import observation
 from arrowcache.explore.observation import FIRST_SEEN, PROCESS_START, UNSEEN, observe
-from arrowcache.storage import proc
+from arrowcache.storage.counters import SamplerPage
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.progress import Progress
 
 
 @pytest.fixture
@@ -97,8 +99,14 @@ def test_a_new_lease_of_the_same_process_begins_when_it_is_seen(cache):
 
 def test_what_no_process_is_seen_to_lease_is_shown_as_leased_by_an_unseen_one(cache, monkeypatch):
     """As another user's lease is."""
+
+    def refuse(path, original=os.listdir):
+        if re.fullmatch(r"/proc/\d+/fd", str(path)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return original(path)
+
     with cache.snapshot(lambda segment: segment.seq >= 7):
-        monkeypatch.setattr(observation, "open_files", list)
+        monkeypatch.setattr(os, "listdir", refuse)
         (lease,) = observe(cache).leases
     assert (lease.pid, lease.command, lease.first_seq, lease.last_seq) == (None, UNSEEN, 7, 9)
     assert lease.since_is == FIRST_SEEN
@@ -183,15 +191,19 @@ def test_loaders_of_another_cache_are_not_shown(cache, tmp_path):
         assert [loader.batches for loader in observe(other).loaders] == [2]
 
 
-def test_a_page_shared_with_a_forked_process_is_one_loader_of_its_owner(cache, monkeypatch):
+def test_a_page_shared_with_a_child_process_is_one_loader_of_its_owner(cache, monkeypatch):
+    listdir = os.listdir
     with ac.Loader(cache, 16) as loader:
         list(loader)
-        files = list(proc.open_files())
-        inherited = [
-            file for file in files if file.link == observation.COUNTERS.link and file.pid == os.getpid()
-        ]
-        monkeypatch.setattr(observation, "open_files", lambda: [*inherited, *files, *inherited, *inherited])
-        assert [seen.pid for seen in observe(cache).loaders] == [os.getpid()]
+        pages = [int(page.fd) for page in loader_pages()]
+        with subprocess.Popen(["sleep", "600"], pass_fds=pages) as child:
+            try:
+                assert len(loader_pages(child.pid)) == len(pages)
+                for step in (1, -1):  # whichever is seen first
+                    monkeypatch.setattr(os, "listdir", lambda path, step=step: listdir(path)[::step])
+                    assert [seen.pid for seen in observe(cache).loaders] == [os.getpid()]
+            finally:
+                child.kill()
 
 
 def test_a_cache_that_is_gone_is_an_error_that_says_so(cache):
@@ -233,18 +245,18 @@ def test_a_process_began_after_the_machine_and_before_now():
 
 def test_a_sampler_at_work_shows_how_many_rows_it_has_drawn_and_not_published(cache):
     assert observe(cache).samplers == ()
-    progress = Progress.open(cache.path, "default.0", 0)
-    progress.begin(3, 512)
+    page = SamplerPage.open(cache.path, "default.0", 0)
+    page.begin(3, 512)
     (seen,) = observe(cache).samplers
     assert (seen.rows, seen.full_rows, seen.last_row_seconds, seen.is_waiting) == (0, 512, None, False)
-    progress.skip()
-    progress.count(310, 512)
+    page.skip()
+    page.count(310, 512)
     (seen,) = observe(cache).samplers
     assert seen.skipped == 1
     assert (seen.pid, seen.pool, seen.task, seen.rows) == (os.getpid(), "default.0", 3, 310)
     assert seen.last_row_seconds < 60
     assert seen.command == proc.command(os.getpid())
-    progress.wait()
+    page.wait()
     assert [seen.is_waiting for seen in observe(cache).samplers] == [True]
-    progress.end()
+    page.end()
     assert observe(cache).samplers == (), "between two tasks"

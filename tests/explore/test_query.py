@@ -16,7 +16,7 @@ from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import explore
-from arrowcache.explore.numbers import bfloat16_values
+from arrowcache.explore.columns import bfloat16_values
 
 pd = pytest.importorskip("pandas", reason="the extra 'explore' is not installed")
 pytest.importorskip("duckdb", reason="the extra 'explore' is not installed")

@@ -6,6 +6,8 @@ import gc
 import html
 import re
 import signal
+import time
+from pathlib import Path
 
 import pytest
 from begun import own_threads
@@ -15,8 +17,6 @@ from processes import Script
 pytest.importorskip("ipywidgets", reason="the extra 'explore' is not installed")
 
 import arrowcache as ac
-from arrowcache.explore import observation
-from arrowcache.explore.board import Board
 from arrowcache.explore.widget import Monitor, monitor
 
 GONE = "No such file or directory"
@@ -108,12 +108,15 @@ def test_if_it_fails_itself_it_says_so(cache, monkeypatch):
         def fail(*_):
             raise ZeroDivisionError("a defect")
 
-        monkeypatch.setattr(Board, "card", fail)
+        monkeypatch.setattr(time, "strftime", fail)
         wait_until(lambda: "the monitor ended: a defect" in text_of(shown), "the error")
 
 
 def test_what_another_process_is_called_is_no_markup(cache, monkeypatch):
-    monkeypatch.setattr(observation, "command", lambda _: "<script>train</script>")
+    def read_bytes(path, original=Path.read_bytes):
+        return b"<script>train</script>\0" if path.name == "cmdline" else original(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with ac.Loader(cache, 16) as loader:
         list(loader)
         shown = monitor(cache)

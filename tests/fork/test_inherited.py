@@ -26,24 +26,24 @@ from helpers import (
     ids_of,
     in_child,
     in_living_child,
+    loader_pages,
     make_cache,
     mapped_seqs,
     open_files,
     publish,
     published_ids,
-    read_counters,
     sample,
     seqs,
+    shown_loaders,
     worker_pids,
 )
 
 import arrowcache as ac
 from arrowcache.native import maps
-from arrowcache.storage.counters import COUNTERS_LINK
+from arrowcache.storage.counters import LOADER_LINK, SamplerPage, seen_samplers
 from arrowcache.storage.lease import Lease, own_leases
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.mapping import FileMapping
-from arrowcache.storage.progress import Progress, seen_samplers
 
 IDS = list(range(96))
 FORKED = "the process that forked this one"
@@ -134,9 +134,7 @@ def loader(cache: ac.Cache, *, is_between_epochs: bool = False) -> Iterator[Chil
     """The child's epochs, what it has mapped and what it shows are its own; the parent's epoch goes on."""
 
     def shown() -> tuple[int, int]:
-        (page,) = counter_pages()
-        found = read_counters(page)
-        assert found is not None
+        (found,) = shown_loaders(cache.path)
         return found.pid, found.epochs
 
     with ac.Loader(cache, 16) as loader:
@@ -146,8 +144,8 @@ def loader(cache: ac.Cache, *, is_between_epochs: bool = False) -> Iterator[Chil
             came += ids_of(epoch)
 
         def child() -> None:
-            assert (mapped_seqs(cache), counter_pages()) == ([], [])
-            assert COUNTERS_LINK not in Path("/proc/self/maps").read_text()
+            assert (mapped_seqs(cache), loader_pages()) == ([], [])
+            assert LOADER_LINK not in Path("/proc/self/maps").read_text()
             if not is_between_epochs:
                 with pytest.raises(ValueError, match=FORKED):
                     next(epoch)
@@ -173,11 +171,6 @@ def loader(cache: ac.Cache, *, is_between_epochs: bool = False) -> Iterator[Chil
             came += ids_of(epoch)
         assert sorted(came) == IDS
         assert sorted(ids_of(loader)) == list(range(112))
-
-
-def counter_pages() -> list[str]:
-    """Descriptors of what this process's loaders show."""
-    return [f"/proc/self/fd/{fd}" for fd, name in open_files() if name == COUNTERS_LINK]
 
 
 @contextmanager
@@ -297,19 +290,19 @@ def writer(cache: ac.Cache) -> Iterator[Child]:
 @contextmanager
 def progress(cache: ac.Cache) -> Iterator[Child]:
     """A child shows nothing of its parent's samplers."""
-    progress = Progress.open(cache.path, "default.0", 0)
-    progress.begin(7, 16)
-    progress.count(3, 16)
+    page = SamplerPage.open(cache.path, "default.0", 0)
+    page.begin(7, 16)
+    page.count(3, 16)
     parent = os.getpid()
 
     def child() -> None:
         assert [each.pid for each in seen_samplers(cache.path)] == [parent]
-        progress.count(5, 16)
+        page.count(5, 16)
 
     yield child
     (seen,) = seen_samplers(cache.path)
     assert (seen.task, seen.rows) == (7, 3)
-    progress.close()
+    page.close()
     assert seen_samplers(cache.path) == []
 
 

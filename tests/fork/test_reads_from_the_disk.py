@@ -91,7 +91,7 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
         for began in ("asks", "reads"):
             drop(cache)
             slot = Slots({"image": ((128, 128), np.dtype("float32"))}, ROWS).lend(ROWS)
-            gather = snapshot.begin_gather(ids, ["image", "name"], slot)
+            gather = snapshot.read(ids, snapshot.columns_of(["image", "name"]), slot)
             fetch = snapshot.fetch(0, ROWS, ["id", "image", "name"])
             if began == "reads":
                 is_over = gather.take(0.001)  # all is asked for, and some read; the disk may have been quick
@@ -107,7 +107,7 @@ def test_a_fork_while_rows_are_asked_for_and_read_and_fetched(cache, count):
                     assert checked(own.gather(ids)) == ids.tolist()
 
             with in_child(body):
-                names = gather.wait().values()["name"]
+                names = gather.result()["name"]
             assert checked({"id": ids, "name": names} | slot.arrays()) == ids.tolist()
             take(fetch)
             del gather, fetch, left, body, slot

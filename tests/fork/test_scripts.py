@@ -89,21 +89,14 @@ def test_a_living_fork_does_not_prolong_its_parents_lease(cache, how):
 
 
 FORK_OF_A_POOL = """
-    import multiprocessing, os, signal, sys, threading
+    import multiprocessing, os, signal, sys, warnings
     import arrowcache as ac
     from concurrent.futures import ThreadPoolExecutor
-    from helpers import sample
+    from helpers import held_by_another_thread, sample
 
     def sampler(rng):
         while True:
             yield sample(int(rng.integers(1 << 20)))
-
-    held, done = threading.Event(), threading.Event()
-
-    def hold(pool):
-        with pool._state.changed:
-            held.set()
-            done.wait(60)
 
     def child():
         signal.alarm(20)  # ends what hangs
@@ -112,24 +105,19 @@ FORK_OF_A_POOL = """
         cache = ac.Cache.open(sys.argv[1])
         pool = ac.SamplerPool(cache, sampler, workers=1, executor=executor, progress=False)
         pool.wait(segments=1, timeout=60)
-        thread = threading.Thread(target=hold, args=[pool])
-        thread.start()
-        held.wait(60)
-        if sys.argv[2] == "multiprocessing":
-            process = multiprocessing.get_context("fork").Process(target=child)
-            process.start()
-            process.join()
-            code = process.exitcode
-        else:
-            import warnings
-            warnings.simplefilter("ignore")  # of forks beside threads
-            pid = os.fork()
-            if pid == 0:
-                child()
-                sys.exit()
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        done.set()
-        thread.join()
+        with held_by_another_thread(pool):
+            if sys.argv[2] == "multiprocessing":
+                process = multiprocessing.get_context("fork").Process(target=child)
+                process.start()
+                process.join()
+                code = process.exitcode
+            else:
+                warnings.simplefilter("ignore")  # of forks beside threads
+                pid = os.fork()
+                if pid == 0:
+                    child()
+                    sys.exit()
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         pool.stop()
     print(code)
 """

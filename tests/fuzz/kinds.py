@@ -29,8 +29,8 @@ from fuzz.readers import examine
 from fuzz.subjects import ROWS, SCHEMAS, SEGMENTS, Subject, rows_of
 
 import arrowcache as ac
-from arrowcache.reading.membership import Membership
-from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.options import RankInfo
+from arrowcache.reading.ranks import SharedPlan
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import segment_name
 from arrowcache.storage.mapping import FileMapping
@@ -238,7 +238,7 @@ def _put_odd(on: Subject, chance: random.Random, outside: Path) -> None:
 def _ranks(on: Subject, chance: random.Random, outside: Path) -> str:
     """A file in ranks/, altered while a rank uses it, or put there before: the same rows, or an error."""
     run = f"run{chance.randrange(10**9)}"
-    agreements = [Agreement(on.cache.store, Membership(rank, 2, run, 2)) for rank in range(2)]
+    agreements = [SharedPlan(on.cache.store, RankInfo(rank, 2, run, 2)) for rank in range(2)]
     snapshots: list[Snapshot | None] = []
     try:
         snapshots.append(agreements[0].snapshot(0, {"seed": 0}, lambda: _taken(on)))

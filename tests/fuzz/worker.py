@@ -19,8 +19,8 @@ from typing import Any
 
 from arrowcache.native import maps
 
-_MOST_RISE_BYTES = 256 << 20
-_MOST_DATA_BYTES = 6 << 30
+_MAX_RISE_BYTES = 256 << 20
+_MAX_DATA_BYTES = 6 << 30
 _NEVER = (
     "compile", "exec", "pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "marshal.loads",
 )  # fmt: skip
@@ -104,7 +104,7 @@ def main() -> None:
         pyarrow.compute.sort_indices(pa.array([1, 2]))
     )  # which looks for pandas
 
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_DATA_BYTES, _MOST_DATA_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA_BYTES, _MAX_DATA_BYTES))
     faulthandler.enable()
     audit_mappings()
     watch = Watch(folder)
@@ -133,7 +133,7 @@ def main() -> None:
             finally:
                 watch.is_on = False
             rise = _peak_bytes() - before
-            if rise > _MOST_RISE_BYTES:
+            if rise > _MAX_RISE_BYTES:
                 outcome, error = "wrong", f"{error}took {rise >> 20} MiB"
             if watch.seen:
                 outcome, error = "wrong", f"{error}did {watch.seen[:5]}"

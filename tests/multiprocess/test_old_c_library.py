@@ -10,7 +10,7 @@ from processes import Script
 
 from arrowcache import linux
 from arrowcache.process import WorkerProcess
-from arrowcache.reading.memory import SharedMemory
+from arrowcache.reading.slots import SharedMemory
 
 CUT = """
 import fcntl, mmap, os, signal

@@ -12,8 +12,8 @@ from helpers import held_rank_files, make_cache, overfill, publish, seqs, wait_u
 from processes import Child
 
 import arrowcache as ac
-from arrowcache.reading.membership import membership
-from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.options import rank_info
+from arrowcache.reading.ranks import SharedPlan
 from arrowcache.reading.snapshot import Snapshot
 
 WORLD = 4
@@ -31,46 +31,46 @@ def files(cache: ac.Cache) -> list[str]:
     return sorted(os.listdir(cache.path / "ranks"))
 
 
-def begin(agreement: Agreement, cache: ac.Cache, epoch: int = 0) -> Snapshot:
+def begin(shared_plan: SharedPlan, cache: ac.Cache, epoch: int = 0) -> Snapshot:
     def take() -> Snapshot:
         snapshot = Snapshot.take(cache.store)
         snapshot.map_all()
         return snapshot
 
-    snapshot = agreement.snapshot(epoch, TERMS, take)
+    snapshot = shared_plan.snapshot(epoch, TERMS, take)
     assert snapshot is not None
     return snapshot
 
 
-def join(path: Path, rank: int, world: int = WORLD) -> tuple[ac.Cache, Agreement]:
+def join(path: Path, rank: int, world: int = WORLD) -> tuple[ac.Cache, SharedPlan]:
     cache = ac.Cache.open(path)
-    member = membership(rank, world, "job/../1")
+    member = rank_info(rank, world, "job/../1")
     assert member is not None
-    return cache, Agreement(cache.store, member)
+    return cache, SharedPlan(cache.store, member)
 
 
 def hold(path: Path, rank: int, ready: Path, world: int = WORLD) -> None:
     """Begin an epoch and stay in it."""
-    cache, agreement = join(path, rank, world)
-    snapshot = begin(agreement, cache)
+    cache, shared_plan = join(path, rank, world)
+    snapshot = begin(shared_plan, cache)
     ready.write_text(repr([segment.seq for segment in snapshot.segments]))
     time.sleep(3600)
 
 
 def hold_ended(path: Path, rank: int, ready: Path) -> None:
     """End an epoch before the others began it, and stay alive."""
-    cache, agreement = join(path, rank)
-    begin(agreement, cache).close()
-    agreement.release(0)
+    cache, shared_plan = join(path, rank)
+    begin(shared_plan, cache).close()
+    shared_plan.release(0)
     ready.touch()
     time.sleep(3600)
 
 
 def read_once(path: Path, rank: int) -> list[int]:
-    cache, agreement = join(path, rank)
-    with begin(agreement, cache) as snapshot:
+    cache, shared_plan = join(path, rank)
+    with begin(shared_plan, cache) as snapshot:
         read = [segment.seq for segment in snapshot.segments]
-    agreement.close()
+    shared_plan.close()
     return read
 
 
@@ -150,8 +150,8 @@ def test_ranks_are_killed_at_any_moment_and_the_rest_never_sees_two_snapshots(ca
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_worker_process_of_a_rank_changes_nothing_by_its_birth_and_death(cache, method):
-    cache, agreement = join(cache.path, 0, 2)
-    snapshot = begin(agreement, cache)
+    cache, shared_plan = join(cache.path, 0, 2)
+    snapshot = begin(shared_plan, cache)
     name, leased = files(cache), cache.stats().leased_bytes
     assert leased > 0
     with Child(os.getpid, method=method) as child:
@@ -159,5 +159,5 @@ def test_a_worker_process_of_a_rank_changes_nothing_by_its_birth_and_death(cache
     assert held_rank_files(cache) == name
     assert cache.stats().leased_bytes == leased
     snapshot.close()
-    agreement.close()
+    shared_plan.close()
     assert files(cache) == []

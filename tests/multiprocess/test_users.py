@@ -84,7 +84,7 @@ def use_all(path: Path) -> None:
         cache.set_pace(ac.Pace(min_rows=2 + (cache.pace.min_rows if cache.pace else 0)))
         cache.resize(cache.stats().capacity_bytes + 4096)
         with cache.store.locked():
-            cache.store.folder.claim_tasks("pool.0", 1)
+            cache.store.folder.take_tasks("pool.0", 1)
             cache.store.folder.isolate(cache.store.segments()[0].name, "a test")
         assert cache.stats().quarantined >= 1
         assert cache.verify() == []
@@ -109,7 +109,7 @@ def test_a_group_shares_a_cache_that_is_made_in_its_folder(place, mode):
     folders = 0o770 | mode & stat.S_ISGID
     assert modes_and_groups(path) == {(True, folders, GROUP), (False, 0o660, GROUP)}
     assert {p.stat().st_uid for p in path.rglob("*")} == {ONE, TWO}
-    assert store_of(path).folder.claim_tasks("pool.0", 0) == 4
+    assert store_of(path).folder.take_tasks("pool.0", 0) == 4
 
 
 def test_an_existing_cache_is_shared_as_the_message_says_while_its_owner_has_it_open(place):
@@ -151,7 +151,7 @@ def test_the_second_user_cleans_up_after_the_first_and_after_a_restart_of_the_ma
     def die_while_writing() -> None:
         cache = ac.Cache.open(shared)
         part, _ = cache.store.folder.new_part(), cache.store.folder.new_wait()
-        part.claim(5000)
+        part.reserve(5000)
         with cache.store.locked():
             cache.store.folder.link_ranks_file(f"run-{0:016x}-0-0", b"what they agreed on")
         os._exit(0)

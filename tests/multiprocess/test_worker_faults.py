@@ -159,7 +159,7 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
         from arrowcache.process import begin
         from arrowcache.reading.workers import worker
 
-        def work(*_):
+        def fails():
             try:
                 first = os.open({str(first)!r}, os.O_CREAT | os.O_EXCL)
             except FileExistsError:
@@ -168,8 +168,9 @@ def test_workers_that_cannot_start_are_not_started_again_until_somebody_asks(cac
                 time.sleep(0.01)
             raise MemoryError("nothing left")
 
-        worker._work = work
-        worker.main(*begin())
+        channel, memory = begin()
+        channel.receive = fails
+        worker.main(channel, memory)
     """
     started = []
 

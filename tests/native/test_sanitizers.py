@@ -155,12 +155,12 @@ def test_the_unit_tests_touch_no_memory_but_their_own(tmp_path):
 
 OUTSIDE = """
 import numpy as np
-from arrowcache.native.engine import CopiedColumn, copy_rows
-from arrowcache.native.rows import SegmentRows
+from arrowcache.native.engine import copy_rows
+from arrowcache.native.engine import SegmentRows
 data, layout, out = np.arange(64, dtype=np.uint8), np.zeros(1, np.int64), np.zeros((1, 8), np.uint8)
 rows = SegmentRows(np.array([0, 8]))
 rows.put([0], [[data.ctypes.data, 64, layout.ctypes.data, 0, 0, 0, 0]])
-copy = copy_rows(rows, np.array([800]), [CopiedColumn(0, 8, out.ctypes.data)], out)
+copy = copy_rows(rows, np.array([800]), [(0, 8, out.ctypes.data)], out)
 print(copy.take(60), copy.refused)
 """
 
@@ -175,10 +175,10 @@ def test_a_row_out_of_range_that_the_engine_does_not_see_is_found(tmp_path):
 
 ONE_ORDER = """
 import numpy as np
-from arrowcache.native.draw import Table
+from arrowcache.native.order import WeightSums
 from arrowcache.native.order import KEYS, Drawn, Pass, Stage
 print(Pass(1000, Stage(np.array([0, 1000]), np.arange(KEYS, dtype=np.uint64)))(0, 1000))
-print(Pass(1000, drawn=Drawn(Table(np.ones(1003, np.float32)), 0))(0, 1000))
+print(Pass(1000, drawn=Drawn(WeightSums(np.ones(1003, np.float32)), 0))(0, 1000))
 """
 
 

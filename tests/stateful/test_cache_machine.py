@@ -40,7 +40,7 @@ from arrowcache import linux
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.lease import own_leases
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.sizing import room_of_two
+from arrowcache.storage.settings import room_of_two
 
 SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "image": ac.Tensor("float32", (16, 16)), "text": ac.String()})
 ROWS = 8
@@ -316,7 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             part = folder.new_wait() if at == "waiting" else folder.new_part()
             if at == "reserved" and self.has_room(nbytes):
-                part.reserve(nbytes)
+                part.allocate(nbytes)
             die(part.file)
 
     def has_room(self, nbytes):

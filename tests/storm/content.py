@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import arrowcache as ac
-from arrowcache.reading.values import Values
+from arrowcache.reading.columns import Values
 
 WORDS = 1024
 ROW_BYTES = 8 + 4 * WORDS  # without what is ragged

@@ -13,7 +13,7 @@ import numpy as np
 from storm.content import Batch
 
 import arrowcache as ac
-from arrowcache.reading.values import Values
+from arrowcache.reading.columns import Values
 
 HAS_TORCH = find_spec("torch") is not None
 WAIT_SECONDS = 150.0  # for room, rows and batches: longer than anybody is stopped, and than anything is held

@@ -29,7 +29,7 @@ from storm.usage import Usage
 import arrowcache as ac
 
 WRITER, POOL = "writer", "pool"
-_MOST_HELD = 6  # batches
+_MAX_HELD = 6  # batches
 _POOLS = 2  # numberings of tasks that pools share
 
 
@@ -122,7 +122,7 @@ def sample(post: Post, tally: Tally, chance: random.Random) -> None:
                     if chance.random() < 0.01:
                         break
         except ac.SamplerError as error:  # its workers were killed more often than it tries again
-            if "TerminatedWorkerError" not in str(error):
+            if "was killed by signal 9" not in str(error):
                 raise
             tally.add(restarts=1)
 
@@ -196,5 +196,5 @@ class _Reading:
         self._tally.add(held_rows=rows, pressed_rows=rows * is_pressed)
         if is_pressed and self._chance.random() < 0.5:
             self._held.clear()
-        while len(self._held) > _MOST_HELD:
+        while len(self._held) > _MAX_HELD:
             self._held.popleft()

@@ -21,7 +21,7 @@ from storm.report import Report
 from storm.roles import numbering_of
 from storm.usage import Usage
 from storm.watch import evicted_but_mapped
-from storm.weather import LEAST_KILLS, LEAST_STOPS, lock_holder
+from storm.weather import MIN_KILLS, MIN_STOPS, lock_holder
 
 import arrowcache as ac
 
@@ -31,8 +31,8 @@ SECONDS = float(os.environ.get("STORM_SECONDS", "12"))  # of all storms together
 def expect_nothing_lost(report: Report) -> None:
     print(report.table())
     assert report.defects == [], "\n\n".join(report.defects)
-    assert report.kills >= LEAST_KILLS
-    assert report.stops >= LEAST_STOPS
+    assert report.kills >= MIN_KILLS
+    assert report.stops >= MIN_STOPS
     assert report.counts["delivered_rows"] > 0
     assert report.counts["held_rows"] > 0
     assert report.evicted > 0

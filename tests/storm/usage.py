@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_GROWTH_BYTES = 48 << 20  # of private memory: allocators keep some; a storm delivers gigabytes
-MOST_NEW_MAPPINGS = 64  # without a file: allocators' own, a few a thread
+MAX_GROWTH_BYTES = 48 << 20  # of private memory: allocators keep some; a storm delivers gigabytes
+MAX_NEW_MAPPINGS = 64  # without a file: allocators' own, a few a thread
 _NUMBER = re.compile(r":\[\d+\]$|\d+")
 
 
@@ -61,8 +61,8 @@ class Usage:
         for what, now, then, most in (
             ("locks", self.locks, before.locks, 0),
             ("children", self.children, before.children, 0),
-            ("anonymous mappings", self.anonymous.total(), before.anonymous.total(), MOST_NEW_MAPPINGS),
-            ("private bytes", self.private_bytes, before.private_bytes, MOST_GROWTH_BYTES),
+            ("anonymous mappings", self.anonymous.total(), before.anonymous.total(), MAX_NEW_MAPPINGS),
+            ("private bytes", self.private_bytes, before.private_bytes, MAX_GROWTH_BYTES),
         ):
             if now > then + most:
                 found.append(f"{now} {what}, and {then} before")

@@ -17,8 +17,8 @@ from pathlib import Path
 from storm.cast import Actor, Cast
 from storm.report import KILLS, STOPS
 
-MOST_STOPPED_SECONDS = 2.5
-LEAST_KILLS, LEAST_STOPS = 6, 3
+MAX_STOPPED_SECONDS = 2.5
+MIN_KILLS, MIN_STOPS = 6, 3
 _LOOKS = 300  # at who holds cache.lock: some 30 ms
 
 
@@ -48,7 +48,7 @@ class Weather:
     def has_been_bad(self) -> bool:
         """Whether enough befell them for the storm to show anything."""
         kills, stops = (sum(self.counts[name] for name in names) for names in (KILLS, STOPS))
-        return kills >= LEAST_KILLS and stops >= LEAST_STOPS
+        return kills >= MIN_KILLS and stops >= MIN_STOPS
 
     def clear_up(self, *, all_at_once: bool = False) -> None:
         """Continue who was stopped for long enough."""
@@ -108,7 +108,7 @@ class Weather:
         return "stops with cache.lock" if lock_holder(self._lock) == pid else "stops"
 
     def _stop_for_a_while(self, pid: int) -> bool:
-        self._stopped[pid] = time.monotonic() + self._chance.uniform(0.02, MOST_STOPPED_SECONDS)
+        self._stopped[pid] = time.monotonic() + self._chance.uniform(0.02, MAX_STOPPED_SECONDS)
         return _send(pid, signal.SIGSTOP)
 
     def _dismiss(self) -> str:

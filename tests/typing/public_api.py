@@ -101,6 +101,7 @@ def reading(cache: ac.Cache) -> None:
         assert_type(batch, dict[str, Any])
     ac.Loader("path", 64)
     ac.Loader("path", batch_tokens=16_384, length_of="tokens")
+    ac.Loader("path", 64, columns={"signal": np.negative, "label": None})
     ac.Loader(Path("path"), 64)
     assert_type(loader.steps, int | None)
     assert_type(loader.stats(), ac.LoaderStats)

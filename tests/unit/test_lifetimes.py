@@ -173,47 +173,47 @@ def test_what_is_told_while_somebody_is_at_the_work_is_taken_in_by_them():
     with mutex.held():
         mutex.tell(1, taken.append)  # as a finalizer does, which waits for nobody
         assert taken == []
-    mutex.settle(taken.append)
+    mutex.drain(taken.append)
     assert taken == [1]
 
-    def take_in(what: int) -> None:
+    def handle(what: int) -> None:
         taken.append(what)
         if what == 2:
-            mutex.tell(3, take_in)  # as the garbage collector comes in between
+            mutex.tell(3, handle)  # as the garbage collector comes in between
             assert taken == [1, 2]
 
-    mutex.tell(2, take_in)
+    mutex.tell(2, handle)
     assert taken == [1, 2, 3]
 
 
 def test_what_cannot_be_taken_in_now_comes_first_the_next_time():
     mutex, taken, is_possible = Mutex("work"), [], False
 
-    def take_in(what: int) -> bool:
+    def handle(what: int) -> bool:
         if is_possible:
             taken.append(what)
         return is_possible
 
-    mutex.tell(1, take_in)
-    mutex.tell(2, take_in)
+    mutex.tell(1, handle)
+    mutex.tell(2, handle)
     assert taken == []
     assert not mutex.is_held
     is_possible = True
-    mutex.settle(take_in)
+    mutex.drain(handle)
     assert taken == [1, 2]
 
 
 def test_what_ctrl_c_cuts_short_is_taken_in_again():
     mutex, taken = Mutex("work"), []
 
-    def take_in(what: int) -> None:
+    def handle(what: int) -> None:
         taken.append(what)
         if len(taken) == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mutex.tell(1, take_in)
-    mutex.tell(2, take_in)
+        mutex.tell(1, handle)
+    mutex.tell(2, handle)
     assert taken == [1, 1, 2]
 
 

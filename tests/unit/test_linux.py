@@ -14,7 +14,7 @@ import pytest
 from page_cache import counts_pages, drop_from_memory
 
 from arrowcache import linux
-from arrowcache.reading.memory import address_of
+from arrowcache.reading.slots import address_of_map
 
 NAMES = ("memfd_create", "pidfd_open")
 FD = "/proc/self/fd"
@@ -132,7 +132,7 @@ def test_memory_is_mapped_over_and_advised(opened, keep_gil):
     opened.append(fd := linux.memory_file("mapped"))
     os.write(fd, b"y" * mmap.PAGESIZE)
     memory = mmap.mmap(-1, mmap.PAGESIZE)
-    address, flags = address_of(memory), mmap.MAP_PRIVATE | linux.MAP_FIXED
+    address, flags = address_of_map(memory), mmap.MAP_PRIVATE | linux.MAP_FIXED
     assert linux.map_memory(address, mmap.PAGESIZE, mmap.PROT_READ, flags, fd) == address
     assert "memfd:mapped" in read_maps()
     assert memory[:1] == b"y"
@@ -149,8 +149,8 @@ def test_memory_is_mapped_over_and_advised(opened, keep_gil):
 
 def test_mapped_pages_are_made_writable():
     memory = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
-    linux.make_writable(address_of(memory), mmap.PAGESIZE)
-    ctypes.memset(address_of(memory), 7, 1)
+    linux.make_writable(address_of_map(memory), mmap.PAGESIZE)
+    ctypes.memset(address_of_map(memory), 7, 1)
     assert memory[:1] == b"\x07"
     with pytest.raises(OSError, match="Cannot allocate memory"):
         linux.make_writable(0, mmap.PAGESIZE)
@@ -162,13 +162,13 @@ def test_pages_are_in_memory_or_not(tmp_path, opened):
     path.write_bytes(b"z" * 64 * mmap.PAGESIZE)
     opened.append(fd := os.open(path, os.O_RDONLY))
     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-    address = address_of(memory)
+    address = address_of_map(memory)
     assert linux.are_in_memory(address, 63 * mmap.PAGESIZE + 1)
     memory.close()
     assert linux.are_in_memory(address, mmap.PAGESIZE), "the kernel does not tell of what is not mapped"
     drop_from_memory(path)
     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-    address = address_of(memory)
+    address = address_of_map(memory)
     assert not linux.are_in_memory(address, 1)
     os.pread(fd, 1, 0)
     linux.advise(address, 1, linux.MADV_POPULATE_READ)

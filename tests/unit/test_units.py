@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arrowcache.units import (
-    MOST_COUNTED,
+    MAX_COUNTED,
     format_bytes,
     format_count,
     format_enough,
@@ -73,7 +73,7 @@ def test_a_size_that_is_enough_is_at_least_that_and_a_tenth_more_at_most(n):
     assert n <= said <= n + max(1, n // 10)
 
 
-@pytest.mark.parametrize("value", [1, 7, np.uint8(7), np.int64(7), MOST_COUNTED])
+@pytest.mark.parametrize("value", [1, 7, np.uint8(7), np.int64(7), MAX_COUNTED])
 def test_a_count_of_any_type_of_int_becomes_a_plain_one(value):
     count = parse_count(value, "workers")
     assert count == value
@@ -87,7 +87,7 @@ def test_a_count_of_any_type_of_int_becomes_a_plain_one(value):
         (-1, {"least": 0}, "workers=-1 must be an int of at least 0"),
         (True, {}, "workers=True must be an int"),
         (False, {"least": 0}, "workers=False must be an int"),
-        (MOST_COUNTED + 1, {}, f"workers={MOST_COUNTED + 1} must be an int of at most {MOST_COUNTED}"),
+        (MAX_COUNTED + 1, {}, f"workers={MAX_COUNTED + 1} must be an int of at most {MAX_COUNTED}"),
         (9, {"most": 8}, "workers=9 must be an int of at most 8"),
     ],
 )

@@ -1,9 +1,16 @@
-"""Worker pool: shares requests out among worker processes, and replaces processes that die.
+"""Worker pool: has worker processes make the batches of an epoch, and replaces processes that die.
 
-It owns the processes, and a thread for each: that starts it, takes in its answers, and starts another one
-when it has died. They live as long as the loader, over all epochs. Whoever makes a request sends it to a
-worker that is free; else the next answer's thread does. handle.py has the requests and the memory of each
-process.
+`RemoteAssembly` cuts an epoch into groups, in step order, as assembly.py does; each is one request to its
+pool. With a transform a group is one batch, so that transforms run side by side. Without one, if all columns
+have a fixed width, a group has many batches, which a worker gathers at once. A process takes longer to import
+NumPy and Arrow than many an epoch takes: so batches without a transform are made in this process until the
+first worker is ready.
+
+`WorkerPool` has a thread for each process of its group: the thread starts the process, takes in its answers,
+and starts another one when it has died. They live as long as the loader, over all epochs. Whoever makes a
+request sends it to a worker that is free; else the next answer's thread does. A `WorkerHandle` is one process
+seen from here: the memory shared with it, its open requests in their order, and the slots in use here: the
+next request names those that have come back.
 
 Guarantees
 - Order: requests are begun in the order in which they were made. A request that is made again comes before
@@ -12,7 +19,7 @@ Guarantees
   it fails, and says how they died. If three processes in a row cannot even start, every request fails, unless
   another process works.
 - Errors: an exception of a transform is raised in place of its batch, with the worker's traceback as its
-  cause.
+  cause. A message that cannot be sent or understood ends its process, with a reason.
 - End: workers end when the pool is closed (killed, where one does not end within a second), and when the main
   process dies, in whatever way. They ignore Ctrl-C. Neither their memory nor their sockets have a name.
 """
@@ -21,26 +28,213 @@ from __future__ import annotations
 
 import bisect
 import logging
-import threading
+import math
+import os
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WorkerError
-from arrowcache.lifetimes import Mutex, forgets_in_child
+from arrowcache.lifetimes import Mutex, finalizer, forgets_in_child
 from arrowcache.limits import Limits
-from arrowcache.os_errors import explained, start
-from arrowcache.pickling import unpack_error
-from arrowcache.process import Message
-from arrowcache.reading.future import Future
-from arrowcache.reading.workers.handle import Request, WorkerHandle
+from arrowcache.os_errors import explained
+from arrowcache.pickling import pickled, unpack_error
+from arrowcache.process import LEAVE_ALONE, Message, WorkerGroup, one_thread
+from arrowcache.reading.assembly import (
+    MEMORY,
+    BatchGroup,
+    Memory,
+    ReadyBatch,
+    RemoteBatches,
+    RowAssembly,
+    mean_published,
+)
+from arrowcache.reading.epoch import Epoch
+from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.slots import Loan, SharedMemory, array_over, lent
+from arrowcache.reading.stats import Meter
+from arrowcache.reading.worker_threads import Future
+from arrowcache.reading.workers.messages import (
+    ENDED,
+    PROGRESS,
+    STAGES_OF_WORKERS,
+    pack_segments,
+    unpack_column,
+)
+from arrowcache.storage.store import Store
+
+_MAIN = "arrowcache.reading.workers.worker"
+
+
+class Finished(NamedTuple):
+    """The answer to a request: its batches lie in slots, which return with the last array over them.
+
+    `seconds` are those of each stage in the worker; `nbytes` are the bytes that it gathered.
+    """
+
+    columns: list[tuple[str, str, list[NDArray[Any]]]]
+    nbytes: int
+    seconds: dict[str, float]
+
+    @property
+    def arrays(self) -> int:
+        """The number of arrays of the batch."""
+        return sum(len(arrays) for _, _, arrays in self.columns)
+
+    def batch(self, rows: slice | None = None) -> dict[str, Any]:
+        """The batch, or some rows of it, if it is several batches."""
+        return {
+            name: unpack_column(kind, arrays if rows is None else [array[rows] for array in arrays])
+            for name, kind, arrays in self.columns
+        }
+
+
+class Request(Future[Finished]):
+    """Rows to be made into batches. A request ends once: delivered, failed or skipped.
+
+    `serial` is its place in the order of all requests. Segments of the epoch before `oldest` may be released.
+    `deaths` are deaths of workers that were making it.
+    """
+
+    def __init__(self, epoch: int, step: int, ids: NDArray[np.int64], oldest: int, serial: int) -> None:
+        super().__init__()
+        self.epoch, self.step, self.ids, self.oldest, self.serial = epoch, step, ids, oldest, serial
+        self.deaths = 0
+
+    def deliver(self, finished: Finished) -> None:
+        """End it with a batch, unless it has ended."""
+        if self.begin():
+            self.set_result(finished)
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, even if a worker is still making it."""
+        if self.begin():
+            self.set_exception(error)
+
+
+class WorkerHandle:
+    """A worker process.
+
+    Args:
+        group: starts it.
+        workers: number of those that share the memory for batches.
+    Raises: as `WorkerGroup.start`.
+    """
+
+    def __init__(self, group: WorkerGroup, workers: int) -> None:
+        self._memory = SharedMemory.create(workers)
+        self._words = self._memory.words
+        self.process = group.start(self._memory.fd)
+        self.asked: deque[Request] = deque()
+        self.drops: deque[Future[None]] = deque()  # futures of `drop`, in order
+        self.is_ready = False
+        self.allocated_bytes = self.growths = 0
+        self._lent: set[Loan] = set()
+        self._returned: deque[Loan] = deque()  # the end of an array touches this alone
+
+    def ask(self, request: Request) -> None:
+        """Send a request to the worker, and the slots that it may use again."""
+        returned = []
+        with suppress(IndexError):
+            while True:
+                loan = self._returned.popleft()
+                self._lent.discard(loan)
+                returned.append(loan.buffer)
+        message = {
+            "do": "make",
+            "id": request.serial,
+            "epoch": request.epoch,
+            "released": request.oldest,
+            "returned": returned,
+        }
+        self.asked.append(request)
+        self.tell(message, request.ids.tobytes())
+
+    def drop(self) -> Future[None]:
+        """Let the worker release epochs that have ended. Returns: a future that ends then, or at its end."""
+        done: Future[None] = Future()
+        self.drops.append(done)
+        self.tell({"do": "drop"})
+        return done
+
+    def finished(self, answer: Message) -> Finished:
+        """Return the batches of an answer. The worker does not touch them while arrays over them live."""
+        self.allocated_bytes, self.growths = answer["memory"]
+        columns = [
+            (name, kind, [self._array(*place) for place in places])
+            for name, kind, places in answer["columns"]
+        ]
+        return Finished(columns, answer["nbytes"], answer["seconds"])
+
+    def tell(self, message: Message, data: bytes = b"") -> None:
+        """Send a message. If that fails, the process has ended, or is ended here."""
+        try:
+            self.process.send(message, data)
+        except BlockingIOError:  # it has stopped, or is at one batch for very long
+            self.process.kill("it had read none of hundreds of messages")
+        except OSError as error:
+            self._lose(WorkerError(f"a worker process could not be told what to do: {explained(error)}"))
+
+    def hear(self) -> Message | None:
+        """Return its next message, or None if it has ended, or is to be ended.
+
+        Blocks: until a message or the end.
+        """
+        try:
+            received = self.process.hear()
+            if received is not None and "say" not in received:
+                raise ValueError("a dict that says nothing")
+        except WorkerError as error:  # its request is unknown
+            self._lose(error)
+            return None
+        except ValueError as error:
+            self._lose(WorkerError(f"a worker process said what is no message ({error}): {LEAVE_ALONE}"))
+            return None
+        return received
+
+    def end_epoch(self, epoch: int) -> None:
+        """Stop it from making batches for an epoch, and for all before it; the worker sees this at once."""
+        self._words[ENDED] = epoch
+
+    @property
+    def stage(self) -> tuple[str, float] | None:
+        """Return its stage and since when, by `time.perf_counter`, or None."""
+        word = int(self._words[PROGRESS])
+        return (STAGES_OF_WORKERS[word % 4], word // 4 / 1e9) if word else None
+
+    @property
+    def arrays_in_use(self) -> int:
+        """Return the number of living arrays over its slots in this process."""
+        return len(self._lent) - len(self._returned)
+
+    def _array(self, dtype: str, shape: list[int], offset: int) -> NDArray[Any]:
+        kind = np.dtype(dtype)
+        if not offset:
+            return np.empty(shape, kind)
+        nbytes = kind.itemsize * math.prod(shape)
+        self._memory.parts[offset] = max(nbytes, self._memory.parts.get(offset, 0))
+        owner, loan = lent(self._memory, offset, nbytes, offset, self._returned.append)
+        self._lent.add(loan)
+        return array_over(owner, kind, shape)
+
+    def _lose(self, error: WorkerError) -> None:
+        for request in list(self.asked):  # others may add requests meanwhile
+            request.fail(error)
+        self.process.kill(str(error))
+
 
 _log = logging.getLogger("arrowcache")
 
 DEPTH = 2  # requests of a worker at a time: one in progress, one ready
-MOST_LOSSES = 3  # in a row: of processes that never got ready, or that worked at one request
-_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.1, 5.0
+MAX_LOSSES = 3  # in a row: of processes that never got ready, or that worked at one request
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
 
 
 class Restarts:
@@ -58,10 +252,10 @@ class Restarts:
         """Note that a process was lost, or could not be started. Returns: True: give up."""
         self._losses += 1
         self.failed_starts = 0 if was_ready else self.failed_starts + 1
-        if self.failed_starts >= MOST_LOSSES and not others_are_ready:
+        if self.failed_starts >= MAX_LOSSES and not others_are_ready:
             return True
         pause = _PAUSE_SECONDS * 2 ** min(self._losses - 1, 10) if self._losses > 1 else 0.0
-        self.not_before = max(self.not_before, now + min(pause, _MOST_PAUSE_SECONDS))
+        self.not_before = max(self.not_before, now + min(pause, _MAX_PAUSE_SECONDS))
         return False
 
     def started(self) -> None:
@@ -82,8 +276,7 @@ class WorkerPool:
     def __init__(self, size: int, settings: Message, transform: bytes) -> None:
         self._size, self._settings, self._transform = size, settings, transform
         self._mutex = Mutex("the sharing of requests")
-        self._closed: Future[None] = Future()
-        self._threads: list[threading.Thread] = []
+        self._group = WorkerGroup(_MAIN, one_thread())
         self._workers: list[WorkerHandle] = []
         self._waiting: list[Request] = []  # in order of their serial
         self._serials = 0
@@ -102,10 +295,10 @@ class WorkerPool:
 
         Raises: WorkerError: a thread cannot be started. ValueError: the pool is closed.
         """
-        if self._closed.done():
+        if self._group.is_closed:
             raise ValueError("the loader is closed: make a new one")
         with self._mutex.held():
-            self._start_threads()
+            self._group.supervise(self._run, self._size)
 
     def begin(self, segments: bytes) -> int:
         """Begin an epoch over packed segments, which the caller leases until `end`. Returns: its number."""
@@ -131,11 +324,11 @@ class WorkerPool:
             if not self._any_ready() and self._starting_since is None:
                 self._starting_since = time.perf_counter()
             self._dispatch()
-            if self._closed.done():
+            if self._group.is_closed:
                 self._fail_all(ValueError("the loader was closed"))
-            elif len(self._threads) < self._size:  # some are missing after a failure that was reported
+            else:  # some threads are missing after a failure that was reported
                 try:
-                    self._start_threads()
+                    self._group.supervise(self._run, self._size)
                 except WorkerError as error:
                     self._give_up(error)
         return request
@@ -151,7 +344,7 @@ class WorkerPool:
 
         Blocks: until the ready workers have, at most a second: one may be in a transform.
         """
-        if self._closed.done() or self._is_here:
+        if self._group.is_closed or self._mutex.is_here or self._group.is_here:
             return
         deadline = time.monotonic() + Limits.current.worker_drop_seconds
         with self._mutex.held():
@@ -192,44 +385,23 @@ class WorkerPool:
 
         Blocks: about as long as they take to end, at most some seconds.
         """
-        self._closed.set_result(None)
-        for worker in list(self._workers):
-            worker.process.channel.hang_up()
-        deadline = time.monotonic() + Limits.current.join_seconds
-        for thread in list(self._threads):
-            if not self._is_here and thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._group.close(Limits.current.worker_end_seconds, waits=not self._mutex.is_here)
 
     def forget_in_child(self) -> None:
-        """Close in a forked child: it has neither the threads nor the processes."""
-        self._closed.set_result(None)
-        self._workers, self._threads = [], []
-
-    @property
-    def _is_here(self) -> bool:
-        """True if this thread holds the pool or is one of its own: a finalizer must not wait for it then."""
-        here = threading.get_ident()
-        return self._mutex.is_here or any(thread.ident == here for thread in self._threads.copy())
+        """Forget the processes in a forked child: they are the parent's."""
+        self._workers = []
 
     def _any_ready(self) -> bool:
         return any(worker.is_ready for worker in list(self._workers))
 
     # threads: each has one process after another
 
-    def _start_threads(self) -> None:
-        """Start missing threads, with the mutex held. Threads that failed to start are started next time."""
-        while len(self._threads) < self._size:
-            self._threads.append(threading.Thread(target=self._run, name="arrowcache-process", daemon=True))
-        for thread in self._threads:
-            if thread.ident is None:
-                start(thread)
-
     def _run(self) -> None:
         failure: BaseException | None = None
         try:
             while self._is_needed():
                 try:
-                    worker = WorkerHandle(self._size)
+                    worker = WorkerHandle(self._group, self._size)
                 except OSError as error:
                     with self._mutex.held():
                         self._note_loss(f"could not be started: {explained(error)}", was_ready=False)
@@ -237,22 +409,24 @@ class WorkerPool:
                     self._serve(worker)
         except BaseException as error:  # noqa: BLE001  # whoever waits is told
             failure = error
-        if failure is not None or self._closed.done():
+        if self._group.is_closed:
+            failure = ValueError("the loader was closed")
+        if failure is not None:
             with self._mutex.held():
-                self._leave()
-                self._fail_all(failure or ValueError("the loader was closed"))
+                self._group.leave()
+                self._fail_all(failure)
 
     def _is_needed(self) -> bool:
         """Wait until another process may be started. Returns: False: none is needed; this thread has left."""
-        while not self._closed.done():
+        while not self._group.is_closed:
             with self._mutex.held():
                 if not (self._is_wanted or self._waiting or self._any_ready()):
-                    self._leave()
+                    self._group.leave()
                     return False
                 pause = self._restarts.not_before - time.monotonic()
             if pause <= 0:
                 return True
-            self._closed.wait(pause)
+            self._group.pause(pause)
         return False
 
     def _serve(self, worker: WorkerHandle) -> None:
@@ -263,40 +437,36 @@ class WorkerPool:
                 worker.tell({"do": "work", **self._settings}, self._transform)
                 if self._segments:
                     self._tell_of_epoch(worker)
-            while not self._closed.done() and (message := worker.hear()) is not None:
+            while not self._group.is_closed and (message := worker.hear()) is not None:
                 with self._mutex.held():
                     self._answered(worker, message)
                     self._dispatch()
         finally:
             with self._mutex.held():  # first: nobody may send it anything more
                 self._workers = [other for other in self._workers if other is not worker]
-            may_end = worker.is_ready or not self._closed.done()
-            worker.end(Limits.current.worker_end_seconds if may_end else 0.0)
+            may_end = worker.is_ready or not self._group.is_closed
+            how = self._group.end(worker.process, Limits.current.worker_end_seconds if may_end else 0.0)
             with self._mutex.held():
-                self._bury(worker)
+                self._bury(worker, f"(pid {worker.process.pid}) {how}")
 
     # called while it is held
-
-    def _leave(self) -> None:
-        self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _tell_of_epoch(self, worker: WorkerHandle) -> None:
         worker.tell({"do": "begin", "epoch": self._epochs}, self._segments)
 
-    def _bury(self, worker: WorkerHandle) -> None:
+    def _bury(self, worker: WorkerHandle, how: str) -> None:
         """Repeat the requests of a worker that has ended."""
         self._growths += worker.growths
         for done in worker.drops:
             done.set_result(None)
         for request in worker.asked:
             bisect.insort(self._waiting, request, key=lambda other: other.serial)
-        if self._closed.done():
+        if self._group.is_closed:
             return
-        how = worker.how_it_ended()
         if worker.asked and worker.is_ready:
             first = worker.asked[0]
             first.deaths += 1
-            if first.deaths >= MOST_LOSSES:
+            if first.deaths >= MAX_LOSSES:
                 first.fail(
                     WorkerError(
                         f"step {first.step} of the epoch was given up: {first.deaths} worker processes "
@@ -316,7 +486,7 @@ class WorkerPool:
                     "worker_type='thread' to do without"
                 )
             )
-        _log.debug("a worker process was lost: %s", how)
+        _log.debug("a worker process %s", how)
 
     def _give_up(self, error: BaseException) -> None:
         """Fail all pending requests; the next one tries anew."""
@@ -369,3 +539,137 @@ class WorkerPool:
         for request in (*waiting, *(request for worker in self._workers for request in worker.asked)):
             request.fail(error)
         self._end_start()
+
+
+# assembly
+
+_PREFETCHED = 4
+_MANY_BATCHES = 8  # plus two for each usual batch; prefetching and the batch in hand need fewer
+_GROUP_BYTES = 32 << 20  # each group is a few hand-overs between three threads of this process
+
+
+class RemoteAssembly(RowAssembly):
+    """Makes groups of epochs for worker processes, whose pool it owns.
+
+    Its base class makes the groups until a process is ready, unless there is a transform.
+
+    The pool starts as soon as an epoch is wanted. It ends when this is closed or dropped, or when the
+    interpreter ends.
+
+    Args: as RowAssembly's. If `memory` is not the usual, batches lie in memory that a device may register.
+    Raises: TypeError: the transform cannot be pickled.
+    """
+
+    _pool: WorkerPool
+    _makes_here = True
+
+    def __init__(self, store: Store, options: LoaderOptions, meter: Meter, memory: Memory = MEMORY) -> None:
+        here = replace(
+            options, settings=store.settings, workers=0, prefetch=None, transform=None, may_view=False
+        )
+        super().__init__(store, here, meter)
+        columns, transform = self.columns, options.transform
+        prefetch = _PREFETCHED if options.prefetch is None else options.prefetch
+        in_flight = DEPTH * options.workers
+        self._usual = in_flight + prefetch + 3  # slots in use at a time
+        self._settings = {
+            "cache": os.path.abspath(store.folder.path),
+            "names": list(columns.names),
+            "in_flight": -(-self._usual // options.workers),
+            "with_ids": options.with_ids,
+            "views": options.views,
+            "keeps": memory is not MEMORY,
+        }
+        packed = b""
+        if transform is not None:
+            packed = pickled(transform, "the transform {!r}", "pass worker_type='thread'")
+        are_together = transform is None and columns.are_fixed and options.budget is None
+        batch_bytes = max(1, columns.row_bytes * self._batch_size)
+        self._request_batches = max(1, _GROUP_BYTES // batch_bytes) if are_together else 1
+        self._wanted = prefetch + in_flight * self._request_batches
+        self._new_pool = partial(WorkerPool, options.workers, self._settings, packed)
+        self._has_transform = transform is not None
+        self._begin_anew()
+
+    def prepare(self) -> None:
+        """Start the processes, as an epoch is wanted soon; returns at once.
+
+        Raises: WorkerError: no thread can be started.
+        """
+        self._pool.start()
+
+    def wanted(self) -> int:
+        return super().wanted() if self._makes_here else self._wanted
+
+    def groups(self, epoch: Epoch, *, awaited: bool) -> Iterator[BatchGroup]:
+        pool = self._pool
+        pool.start()
+        number = pool.begin(pack_segments(epoch.snapshot.segments))
+        epoch.on_end = partial(pool.end, number)
+        step = 0
+        if self._makes_here:
+            here = super().groups(epoch, awaited=awaited)
+            while pool.is_starting and (group := next(here, None)) is not None:
+                yield group
+                step += group.batches
+            if not pool.is_starting:
+                self._makes_here = False
+                self.slots = self._new_slots()  # frees the memory of the old ones
+        size = 1 if awaited and not step else self._request_batches
+        while step < epoch.order.steps:
+            is_hoarded = pool.is_hoarded(_MANY_BATCHES + 2 * self._usual)
+            last = min(step + (1 if is_hoarded else size), epoch.order.steps)
+            yield self._group(pool, epoch, number, step, epoch.order.batches(step, last), last - step)
+            step, size = last, min(2 * size, self._request_batches)
+
+    def drop(self) -> None:
+        self._pool.drop()
+
+    def close(self) -> None:
+        """End the processes. Idempotent. Blocks: at most some seconds."""
+        self._pool.close()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Have a pool of which no process is started."""
+        self._makes_here = not self._has_transform  # until a process is ready
+        self._pool = self._new_pool()
+        finalizer(self, WorkerPool.close, self._pool)
+
+    def require_views(self) -> None:
+        """Raises: ValueError: workers copy every batch."""
+        raise ValueError(
+            "worker processes copy every batch into shared memory: pass worker_type='thread' or workers=0"
+        )
+
+    def slot_stats(self) -> tuple[int, int]:
+        (nbytes, growths), (shared, more) = super().slot_stats(), self._pool.memory
+        return nbytes + shared, growths + more
+
+    def in_progress(self) -> list[tuple[str, float]]:
+        return self._pool.in_progress()
+
+    def _group(
+        self, pool: WorkerPool, epoch: Epoch, number: int, step: int, ids: NDArray[np.int64], batches: int
+    ) -> BatchGroup:
+        oldest = epoch.order.segments_span(epoch.delivered).start
+        published = mean_published(epoch, ids)
+
+        made = pool.make(number, step, ids, oldest)
+        return RemoteBatches(epoch, batches, made, partial(self._finish, epoch, len(ids), batches, published))
+
+    def _finish(
+        self, epoch: Epoch, rows: int, batches: int, published: float, finished: Finished
+    ) -> Iterator[ReadyBatch]:
+        self.meter.leave({"start": self._pool.take_start_seconds()})
+        self.meter.leave(finished.seconds)
+        for number in range(batches):
+            of_batch = slice(number * self._batch_size, min(rows, (number + 1) * self._batch_size))
+            count = of_batch.stop - of_batch.start
+            nbytes = finished.nbytes * count // rows
+            batch = finished.batch(of_batch if batches > 1 else None)
+            yield ReadyBatch(batch, count, nbytes, nbytes, published, epoch)
+            del batch

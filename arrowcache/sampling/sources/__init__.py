@@ -22,11 +22,9 @@ from arrowcache.os_errors import importing
 if TYPE_CHECKING:
     from arrowcache.sampling.retries import Retries
     from arrowcache.sampling.sources.items import Items
-    from arrowcache.sampling.sources.map import Map
-    from arrowcache.sampling.sources.mix import Mix
     from arrowcache.sampling.sources.parquet import ParquetRows
     from arrowcache.sampling.sources.shards import WebDatasetShards, decode_by_name
-    from arrowcache.sampling.sources.source import Source
+    from arrowcache.sampling.sources.source import Map, Mix, Source
     from arrowcache.sampling.sources.windows import ArrayWindows
 else:  # a type checker that saw this would take any name for one of ours
 
@@ -41,15 +39,11 @@ else:  # a type checker that saw this would take any name for one of ours
                 from arrowcache.sampling import retries as home
             case "Items":
                 from arrowcache.sampling.sources import items as home
-            case "Map":
-                from arrowcache.sampling.sources import map as home
-            case "Mix":
-                from arrowcache.sampling.sources import mix as home
             case "ParquetRows":
                 from arrowcache.sampling.sources import parquet as home
             case "WebDatasetShards" | "decode_by_name":
                 from arrowcache.sampling.sources import shards as home
-            case "Source":
+            case "Map" | "Mix" | "Source":
                 from arrowcache.sampling.sources import source as home
             case "ArrayWindows":
                 from arrowcache.sampling.sources import windows as home

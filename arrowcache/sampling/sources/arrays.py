@@ -1,23 +1,25 @@
 """Arrays: N-dimensional arrays in files of a store. Metadata are read at once, cells when they are asked for.
 
-    *.npy                       NumPy's file, one array
-    *.h5, *.hdf5, *.nc          HDF5 (hdf5.py): "run.h5#group/signal" names the dataset
-    any other path              Zarr (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
-
 An `Array` has a layout, reads boxes and many windows at once, and can be closed. Nothing here unpickles:
-arrays of objects are refused. HDF5 and Zarr arrays have attributes: `Packing` says how some of them change
-the stored numbers.
+arrays of objects are refused. HDF5 and Zarr arrays have attributes: `UnpackedArray` says how some of them
+change the stored numbers.
+
+A plan draws the places of many windows first. Those near each other in the store are a group, which one read
+cuts. Of an array in chunks a group has the windows of the same chunks; a chunk that several groups need is
+kept from the first to the last of them. Of a file of plain cells a group has windows whose bytes are near
+each other. All of it is arithmetic on whole columns of places, with no loop over windows.
+
+A piece is the chunks of one place along the axes that are cut: along the others all that is taken.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
-import os
-import re
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,19 +27,316 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.sources.object_store import ObjectStore, is_installed
-from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_bytes, strides_of
+from arrowcache.sampling.retries import mark_permanent, tally
+from arrowcache.sampling.sources.object_store import ObjectStore, Once
 
-_HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
-_FILE = re.compile(r"(.*\.(?:h5|hdf5|hdf|he5|nc|zarr))#(.+)")
 _HEADER_BYTES = 4096  # 128 in an array of numbers
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+
+Places = NDArray[np.int64]  # (windows, axes): where each begins
+
+_GAP_BYTES = 64 << 10  # between windows, that are fetched with them: a request more takes longer
+_RANGE_BYTES = 1 << 20  # that are fetched at a time
+_KEPT_BYTES = 128 << 20  # of the pieces of an array that later groups need; others are fetched again
+
+
+class ArrayLayout(NamedTuple):
+    """The form of an array in the store.
+
+    Args:
+        chunks: cells of a chunk along each axis. None: there are none.
+        strides: bytes from a cell to the next one along each axis, where there are no chunks.
+        names: of the axes, where the store names them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None
+    strides: tuple[int, ...]
+    names: tuple[str | None, ...]
+
+
+class Window(NamedTuple):
+    """The cells that are taken of an array: lengths along the axes that are cut, and ranges of the others."""
+
+    lengths: tuple[int, ...]
+    rest: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.lengths, *(part.stop - part.start for part in self.rest))
+
+    def box(self, start: Sequence[int]) -> list[slice]:
+        cut = [slice(at, at + length) for at, length in zip(start, self.lengths, strict=False)]
+        return [*cut, *self.rest]
+
+
+def strides_of(shape: Sequence[int], itemsize: int, *, in_fortran_order: bool = False) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for size in shape if in_fortran_order else reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(strides if in_fortran_order else reversed(strides))
+
+
+def extent(window: Window, strides: Sequence[int], itemsize: int) -> int:
+    """The bytes from a window's first cell to the end of its last one."""
+    return sum((size - 1) * step for size, step in zip(window.shape, strides, strict=True)) + itemsize
+
+
+def grouped(
+    layout: ArrayLayout, window: Window, starts: Places, most: int
+) -> tuple[Places, NDArray[np.bool_]]:
+    """Return an order of windows by their place in the store, and which of them, in it, begin a group.
+
+    Args:
+        most: windows of a group.
+    """
+    axes = len(window.lengths)
+    if layout.chunks is None:
+        offsets = starts[:, :axes] @ np.array(layout.strides[:axes], np.int64)
+        order = np.argsort(offsets, kind="stable")
+        begins = _ranges(offsets[order], extent(window, layout.strides, layout.dtype.itemsize))
+    else:
+        first, last = _chunks(layout.chunks, window, starts)
+        keys = np.concatenate([first, last], axis=1)
+        order = np.lexsort(keys.T[::-1])
+        keys = keys[order]
+        begins = np.append(True, (keys[1:] != keys[:-1]).any(axis=1))
+    at = np.arange(len(order))
+    begins |= (at - np.maximum.accumulate(np.where(begins, at, 0))) % most == 0
+    return order, begins
+
+
+def _ranges(offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.bool_]:
+    """True where windows at sorted offsets are not fetched with the one before them."""
+    begins = np.append(True, np.diff(offsets) > nbytes + _GAP_BYTES)
+    number = (offsets - offsets[begins][np.cumsum(begins) - 1]) // _RANGE_BYTES
+    begins[1:] |= np.diff(number) != 0
+    return begins
+
+
+def _chunks(chunks: Sequence[int], window: Window, starts: Places) -> tuple[Places, Places]:
+    """The first and the last chunk of each window along each axis that is cut."""
+    sizes = np.array(chunks[: len(window.lengths)], np.int64)
+    starts = starts[:, : len(sizes)]
+    return starts // sizes, (starts + np.array(window.lengths, np.int64) - 1) // sizes
+
+
+def _piece_counts(layout: ArrayLayout, window: Window) -> tuple[int, ...]:
+    """The number of pieces along each axis that is cut."""
+    assert layout.chunks is not None
+    axes = range(len(window.lengths))
+    return tuple(-(-layout.shape[axis] // layout.chunks[axis]) for axis in axes)
+
+
+def uses(layout: ArrayLayout, window: Window, starts: Places, groups: NDArray[np.int64]) -> dict[int, int]:
+    """Return how many groups need each piece, of those that several need.
+
+    Args:
+        groups: of each window.
+    """
+    assert layout.chunks is not None
+    first, last = _chunks(layout.chunks, window, starts)
+    numbers, are_needed = np.zeros((len(starts), 1), np.int64), np.ones((len(starts), 1), np.bool_)
+    for axis, count in enumerate(counts := _piece_counts(layout, window)):
+        one = first[:, axis, None] + np.arange(int((last - first)[:, axis].max()) + 1)
+        numbers = (numbers[:, :, None] * count + one[:, None, :]).reshape(len(starts), -1)
+        is_one = one <= last[:, axis, None]
+        are_needed = (are_needed[:, :, None] & is_one[:, None, :]).reshape(len(starts), -1)
+    every = math.prod(counts)
+    needed = np.unique((groups[:, None] * every + numbers)[are_needed]) % every
+    pieces, times = np.unique(needed, return_counts=True)
+    several = times > 1
+    return dict(zip(pieces[several].tolist(), times[several].tolist(), strict=True))
+
+
+class Pieces:
+    """The pieces of an array that several groups of a plan need."""
+
+    def __init__(self, uses: dict[int, int]) -> None:
+        self._uses, self._nbytes = uses, 0
+        self._kept: dict[int, Once[NDArray[Any]]] = {}
+        self._left: set[int] = set()  # groups
+        self._lock = threading.Lock()
+
+    def get(self, number: int, fetch: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """Return the cells of a piece. Blocks: while another thread fetches it. Raises: as `fetch`."""
+        with self._lock:
+            piece = self._kept.setdefault(number, Once()) if number in self._uses else None
+
+        def keeps(cells: NDArray[Any]) -> bool:
+            with self._lock:
+                is_kept = number in self._kept and self._nbytes + cells.nbytes <= _KEPT_BYTES
+                self._nbytes += cells.nbytes * is_kept
+            return is_kept
+
+        return fetch() if piece is None else piece.get(fetch, keeps)
+
+    def is_busy(self, number: int) -> bool:
+        """True if another thread fetches a piece."""
+        piece = self._kept.get(number)
+        return piece is not None and piece.is_busy
+
+    def leave(self, numbers: set[int], group: int) -> None:
+        """Note that a group needs these pieces no more; those that none needs are forgotten. Idempotent."""
+        with self._lock:
+            if group in self._left:
+                return
+            self._left.add(group)
+            for number in numbers & self._uses.keys():
+                self._uses[number] -= 1
+                if not self._uses[number]:
+                    del self._uses[number]
+                    piece = self._kept.pop(number, None)
+                    if piece is not None and piece.thing is not None:
+                        self._nbytes -= piece.thing.nbytes
+
+
+def from_bytes(
+    layout: ArrayLayout, window: Window, starts: Places, read: Callable[[int, int], bytes]
+) -> NDArray[Any]:
+    """Return windows of a file of plain cells: (windows, *shape). Windows near each other are read at once.
+
+    Args:
+        read: called with the first byte of a range, and its length.
+    """
+    axes, itemsize, shape = len(window.lengths), layout.dtype.itemsize, window.shape
+    cells = np.empty((len(starts), *shape), layout.dtype)
+    if not cells.size:
+        return cells
+    offsets = starts[:, :axes] @ np.array(layout.strides[:axes], np.int64)
+    offsets += sum(part.start * step for part, step in zip(window.rest, layout.strides[axes:], strict=True))
+    nbytes = extent(window, layout.strides, itemsize)
+    if len(starts) == 1:
+        data = read(int(offsets[0]), nbytes)
+        tally.fetched_bytes += len(data)
+        cells[0] = np.ndarray(shape, layout.dtype, data, strides=layout.strides)
+        return cells
+    order = np.argsort(offsets, kind="stable")
+    for rows in np.split(order, np.flatnonzero(_ranges(offsets[order], nbytes))[1:]):
+        first, last = int(offsets[rows[0]]), int(offsets[rows[-1]])
+        data = read(first, last - first + nbytes)
+        tally.fetched_bytes += len(data)
+        count = (last - first) // itemsize + 1
+        every: NDArray[Any] = np.ndarray(
+            (count, *shape), layout.dtype, data, strides=(itemsize, *layout.strides)
+        )
+        cells[rows] = every[(offsets[rows] - first) // itemsize]
+    return cells
+
+
+def from_pieces(
+    layout: ArrayLayout,
+    window: Window,
+    starts: Places,
+    read: Callable[[Sequence[slice]], NDArray[Any]],
+    pieces: Pieces | None,
+) -> tuple[NDArray[Any], set[int]]:
+    """Return windows of an array in chunks, (windows, *shape), and the numbers of the pieces they needed.
+
+    Args:
+        read: called with a box, of whole chunks along the axes that are cut.
+    """
+    assert layout.chunks is not None
+    first, last = _chunks(layout.chunks, window, starts)
+    counts, axes = _piece_counts(layout, window), len(window.lengths)
+    needed: dict[int, tuple[int, ...]] = {}  # number -> place
+    alike: dict[tuple[int, ...], list[int]] = {}  # windows of the same pieces
+    for row, key in enumerate(np.concatenate([first, last], axis=1).tolist()):
+        alike.setdefault(tuple(key), []).append(row)
+    for key in alike:
+        for place in itertools.product(*map(_between, key[:axes], key[axes:])):
+            number = 0
+            for at, count in zip(place, counts, strict=True):
+                number = number * count + at
+            needed[number] = place
+
+    def fetch(place: tuple[int, ...]) -> NDArray[Any]:
+        cells = read([*_piece(layout, place), *window.rest])
+        tally.fetched_bytes += cells.nbytes
+        return cells
+
+    found: dict[tuple[int, ...], NDArray[Any]] = {}
+    waiting = list(needed.items())
+    if pieces is not None:  # what another thread is at is taken last
+        waiting.sort(key=lambda each: pieces.is_busy(each[0]))
+    for number, place in waiting:
+        found[place] = (
+            fetch(place) if pieces is None else pieces.get(number, lambda place=place: fetch(place))  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
+        )
+    cells = np.empty((len(starts), *window.shape), next(iter(found.values())).dtype)
+    for key, rows in alike.items():
+        places = starts[rows, :axes]
+        low = places.min(axis=0)
+        high = places.max(axis=0) + np.array(window.lengths)
+        block = _joined(layout, found, key, low.tolist(), high.tolist())
+        cells[rows] = _cut(block, places - low, window.lengths)
+    return cells, set(needed)
+
+
+def _between(first: int, last: int) -> range:
+    return range(first, last + 1)
+
+
+def _piece(layout: ArrayLayout, place: Sequence[int]) -> list[slice]:
+    """The cells of a piece along the axes that are cut."""
+    assert layout.chunks is not None
+    return [
+        slice(at * size, min((at + 1) * size, length))
+        for at, size, length in zip(place, layout.chunks, layout.shape, strict=False)
+    ]
+
+
+def _joined(
+    layout: ArrayLayout,
+    found: dict[tuple[int, ...], NDArray[Any]],
+    key: tuple[int, ...],
+    low: Sequence[int],
+    high: Sequence[int],
+) -> NDArray[Any]:
+    """The cells from `low` to `high`, of the pieces from the first to the last of `key`."""
+    axes = len(low)
+    if key[:axes] == key[axes:]:
+        piece = _piece(layout, key[:axes])
+        return found[key[:axes]][
+            tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, piece, strict=True))
+        ]
+    block: NDArray[Any] | None = None
+    for place in itertools.product(*map(_between, key[:axes], key[axes:])):
+        cells = found[place]
+        if block is None:
+            block = np.empty(
+                (*(b - a for a, b in zip(low, high, strict=True)), *cells.shape[axes:]), cells.dtype
+            )
+        into, of = [], []
+        for a, b, part in zip(low, high, _piece(layout, place), strict=True):
+            begin, end = max(a, part.start), min(b, part.stop)
+            into.append(slice(begin - a, end - a))
+            of.append(slice(begin - part.start, end - part.start))
+        block[tuple(into)] = cells[tuple(of)]
+    assert block is not None
+    return block
+
+
+def _cut(block: NDArray[Any], places: Places, lengths: Sequence[int]) -> NDArray[Any]:
+    """Windows of a block, by where they begin in it."""
+    axes = len(lengths)
+    spots = tuple(size - length + 1 for size, length in zip(block.shape, lengths, strict=False))
+    every = np.lib.stride_tricks.as_strided(
+        block,
+        (*spots, *lengths, *block.shape[axes:]),
+        (*block.strides[:axes], *block.strides[:axes], *block.strides[axes:]),
+        writeable=False,
+    )
+    cut: NDArray[Any] = every[tuple(places.T)]
+    return cut
 
 
 class Array(Protocol):
     """One open array. Thread-safe."""
 
-    layout: Layout
+    layout: ArrayLayout
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         """Return the cells of a box, with a slice for each axis: a new array, of this dtype.
@@ -57,79 +356,6 @@ class Array(Protocol):
         """Return an attribute as the file has it. None: there is none. Raises: as `read`."""
 
     def close(self) -> None: ...
-
-
-class Address(NamedTuple):
-    """The address of an array: a file or folder, and a name in it."""
-
-    path: str
-    inner: str
-
-
-def split_uri(uri: str) -> Address:
-    """Split a URI or path from the name after its #.
-
-    In a local path, which may have a # itself, only after run.h5 or run.zarr, or if what is before it exists
-    and the whole path does not.
-    """
-    if "://" in uri:
-        before, _, inner = uri.partition("#")
-        return Address(before, inner)
-    if match := _FILE.fullmatch(uri):
-        return Address(match[1], match[2])
-    before, _, inner = uri.rpartition("#")
-    if before and inner and os.path.exists(before) and not os.path.exists(uri):
-        return Address(before, inner)
-    return Address(uri, "")
-
-
-def open_array(store: ObjectStore, address: Address, decode: bool) -> Array:
-    """Open an array, and read its metadata.
-
-    Args:
-        decode: have its numbers unpacked, if its attributes say how.
-
-    Raises: FileNotFoundError, PermissionError, OSError: errors of the store. SamplerError: not an array of
-        that format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file or group
-        without a dataset's name. SchemaError: an attribute of packed numbers that is none.
-    """
-    array = _open(
-        store, address, name := store.name(address.path) + f"#{address.inner}" * bool(address.inner)
-    )
-    if not decode:
-        return array
-    try:
-        packing = packing_of(array.attribute, array.layout.dtype, name)
-    except BaseException:
-        array.close()
-        raise
-    return array if packing is None else _Unpacked(array, packing)
-
-
-def _open(store: ObjectStore, address: Address, name: str) -> Array:
-    path, inner = address
-    if path.endswith(".npy"):
-        if inner:
-            raise ValueError(f"{name}: a .npy file has one array: leave out #{inner}")
-        return NpyArray(store, path)
-    if path.endswith(_HDF5):
-        _require("h5py", name)
-        from arrowcache.sampling.sources.hdf5 import Hdf5Array
-
-        return Hdf5Array(store, path, inner, name)
-    _require("zarr", name)
-    from arrowcache.sampling.sources.zarr3 import ZarrArray
-
-    return ZarrArray(store, path, inner, name)
-
-
-def _require(package: str, name: str) -> None:
-    if not is_installed(package):
-        raise ModuleNotFoundError(
-            f"{name} needs {package}: pip install 'arrowcache[sources]'"
-            + (", with Python 3.11 or newer" if package == "zarr" else ""),
-            name=package,
-        )
 
 
 class NpyArray:
@@ -153,7 +379,7 @@ class NpyArray:
             if dtype.hasobject:
                 raise self._damaged("it holds Python objects, which are pickled, and never read here")
             strides = strides_of(shape, dtype.itemsize, in_fortran_order=in_fortran_order)
-            self.layout = Layout(shape, dtype, None, strides, (None,) * len(shape))
+            self.layout = ArrayLayout(shape, dtype, None, strides, (None,) * len(shape))
             self._start = head.tell()
             if nbytes < (expected := self._start + dtype.itemsize * math.prod(shape)):
                 raise self._damaged(f"it has {nbytes} bytes, and should have {expected}")
@@ -188,12 +414,12 @@ class NpyArray:
 
     def _damaged(self, why: str) -> SamplerError:
         why = self._store.other_format(self._path, "npy") or why
-        return SamplerError(f"{self._store.name(self._path)}: cannot be read as .npy: {why}")
+        wrong = SamplerError(f"{self._store.name(self._path)}: cannot be read as .npy: {why}")
+        return mark_permanent(wrong, is_fault=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The rule that unpacks numbers: stored * scale + offset, and NaN for a missing value.
+class UnpackedArray:
+    """An array whose numbers are unpacked as they are read: stored * scale + offset, NaN for a missing value.
 
     The attributes are `scale_factor`, `add_offset`, `_FillValue`, `missing_value`, and netCDF's `_Unsigned`,
     as in xarray and the Climate and Forecast (CF) Metadata Conventions 1.11, sections 2.5.1 and 8.1.
@@ -206,50 +432,47 @@ class Packing:
         missing: stored numbers that stand for a missing value.
     """
 
-    dtype: np.dtype[Any]
-    stored: np.dtype[Any]
-    missing: tuple[Any, ...] = ()
-    scale: float | None = None
-    offset: float | None = None
+    def __init__(
+        self,
+        array: Array,
+        dtype: np.dtype[Any],
+        stored: np.dtype[Any],
+        missing: tuple[Any, ...] = (),
+        scale: float | None = None,
+        offset: float | None = None,
+    ) -> None:
+        self._array, self._stored, self._missing = array, stored, missing
+        self._scale, self._offset = scale, offset
+        self.layout = array.layout._replace(dtype=dtype)
+        self.attribute, self.close = array.attribute, array.close
 
-    def unpack(self, cells: NDArray[Any]) -> NDArray[Any]:
-        """Return a new array of the same shape, of this dtype."""
-        cells = cells.astype(self.stored, copy=False)
-        unpacked = cells.astype(self.dtype)
-        if self.scale is not None:
-            unpacked *= self.scale
-        if self.offset is not None:
-            unpacked += self.offset
-        for value in self.missing:
+    def read(self, box: Sequence[slice]) -> NDArray[Any]:
+        return self._unpack(self._array.read(box))
+
+    def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
+        cells, needed = self._array.cut(window, starts, pieces)
+        return self._unpack(cells), needed
+
+    def _unpack(self, cells: NDArray[Any]) -> NDArray[Any]:
+        cells = cells.astype(self._stored, copy=False)
+        unpacked = cells.astype(self.layout.dtype)
+        if self._scale is not None:
+            unpacked *= self._scale
+        if self._offset is not None:
+            unpacked += self._offset
+        for value in self._missing:
             unpacked[cells == value] = np.nan
         return unpacked
 
 
-class _Unpacked:
-    """An array whose numbers are unpacked as they are read."""
-
-    def __init__(self, array: Array, packing: Packing) -> None:
-        self._array, self._packing = array, packing
-        self.layout = array.layout._replace(dtype=packing.dtype)
-        self.attribute, self.close = array.attribute, array.close
-
-    def read(self, box: Sequence[slice]) -> NDArray[Any]:
-        return self._packing.unpack(self._array.read(box))
-
-    def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
-        cells, needed = self._array.cut(window, starts, pieces)
-        return self._packing.unpack(cells), needed
-
-
-def packing_of(attribute: Callable[[str], Any], dtype: np.dtype[Any], name: str) -> Packing | None:
-    """Return how the numbers of an array are unpacked. None: they are as they are stored.
+def unpacked_array(array: Array, name: str) -> Array:
+    """Return an array whose numbers are unpacked, or the array itself: they are as they are stored.
 
     Args:
-        attribute: gives an attribute by its name, or None.
-        dtype: of the stored numbers.
         name: the array's, for messages.
     Raises: SchemaError: an attribute that is no number, or none that fits.
     """
+    attribute, dtype = array.attribute, array.layout.dtype
 
     def numbers(which: str) -> NDArray[Any] | None:
         value = attribute(which)
@@ -275,8 +498,9 @@ def packing_of(attribute: Callable[[str], Any], dtype: np.dtype[Any], name: str)
     else:
         unpacked = stored
     if not missing and unpacked == dtype and scale is offset is None:
-        return None
-    return Packing(
+        return array
+    return UnpackedArray(
+        array,
         unpacked,
         stored,
         missing,

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.request import getproxies
 
 from pyarrow import fs
@@ -35,13 +35,6 @@ _FORKED = 0x40  # PF_FORKNOEXEC of Linux
 _AWS_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")
 
 
-class Found(NamedTuple):
-    """Bytes of an object, and its size."""
-
-    data: bytes
-    size: int
-
-
 class Getter:
     """Connections to one store.
 
@@ -54,8 +47,10 @@ class Getter:
         self._store, self._is_http = lru_cache(maxsize=64)(store), is_http
         self._chances, self._is_proven = _CHANCES, False
 
-    def get(self, path: str, start: int, nbytes: int | None) -> Found | None:
-        """Read an object, or bytes of it: fewer, if it ends before. Thread-safe. None: another has to.
+    def get(self, path: str, start: int, nbytes: int | None) -> tuple[bytes, int] | None:
+        """Read an object, or bytes of it: fewer, if it ends before. Thread-safe.
+
+        Returns: the bytes, and the object's size. None: another has to read it.
 
         Args:
             start: below zero it is counted from the object's end.
@@ -89,7 +84,7 @@ class Getter:
             self._chances -= not self._is_proven
             return None
         self._is_proven = True
-        return Found(data if nbytes is None or start >= 0 else data[:nbytes], size)
+        return data if nbytes is None or start >= 0 else data[:nbytes], size
 
     def _split(self, path: str) -> tuple[str, str]:
         if not self._is_http:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.retries import in_place_of
+from arrowcache.sampling.sources.arrays import ArrayLayout, Pieces, Places, Window, from_pieces, strides_of
 from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile, names_in
-from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_pieces, strides_of
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Hdf5Array:
     Raises: FileNotFoundError: no such file. ValueError: no dataset of that name. SamplerError: not HDF5.
     """
 
-    layout: Layout
+    layout: ArrayLayout
 
     def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
         self._store, self._path, self._name = store, path, name
@@ -91,13 +92,13 @@ class Hdf5Array:
             if self._remote is not None and self._remote.error is not None:
                 raise self._remote.error from None
             why = self._store.other_format(self._path, "HDF5") or " ".join(str(error).split())
-            raise SamplerError(f"{self._name}: cannot be read as HDF5: {why}") from None
+            raise in_place_of(error, SamplerError(f"{self._name}: cannot be read as HDF5: {why}")) from None
 
 
-def _layout(dataset: Any) -> Layout:
+def _layout(dataset: Any) -> ArrayLayout:
     strides = strides_of(dataset.shape, dataset.dtype.itemsize)
     names = tuple(_axis_name(dataset, axis) for axis in range(len(dataset.shape)))
-    return Layout(dataset.shape, dataset.dtype, dataset.chunks, strides, names)
+    return ArrayLayout(dataset.shape, dataset.dtype, dataset.chunks, strides, names)
 
 
 def _axis_name(dataset: Any, axis: int) -> str | None:

@@ -2,7 +2,7 @@
 
 A pass is a shuffled order of all items, another one each time, and task k has its own places of it. So no
 item comes twice, whichever workers and executors there are. A pool that is started again draws the tasks
-that were begun and not published, however the earlier ones ended, and goes on: see storage/open_tasks.py.
+that were begun and not published, however the earlier ones ended, and goes on: see sampling/executors.py.
 Early tasks have few items, so that training begins soon.
 """
 
@@ -23,7 +23,7 @@ from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SchemaError
 from arrowcache.sampling.reads import first_whole, made_or_fault
-from arrowcache.sampling.retries import settled
+from arrowcache.sampling.retries import mark_permanent
 from arrowcache.sampling.sources.source import Source, of_task
 from arrowcache.sampling.task import size_of
 from arrowcache.units import format_count, parse_count
@@ -144,5 +144,5 @@ def _none_is_a_fault(item: object) -> Iterator[None]:
         yield
     except SchemaError as error:
         if item is None:
-            settled(error, is_fault=True)
+            mark_permanent(error, is_fault=True)
         raise

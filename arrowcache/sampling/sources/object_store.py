@@ -1,9 +1,12 @@
-"""ObjectStore: the file system of a source's files: any one of pyarrow.fs or fsspec.
+"""ObjectStore: the files of a source, on any file system of pyarrow.fs or fsspec: listed, read, kept open.
 
-A store is a plain value until it is used. It is pickled as its URI, and connects anew in each process, also
-in a forked one. Where obstore is installed it gets the bytes: see `getter`. Reads are tried again as
-`retries` says. Its names of files are for messages: they have no key or secret of a URI, nor has any error
-raised here.
+An `ObjectStore` is a plain value until it is used. It is pickled as its URI, and connects anew in each
+process, also in a forked one. Where obstore is installed it gets the bytes: see `getter`. Reads are tried
+again as `retries` says. Its names of files are for messages: they have no key or secret of a URI, nor has any
+error raised here.
+
+`Handles` are the few files that a source keeps open between two reads. `Once` is a thing that several reads
+need, and the first makes. Each process has its own.
 """
 
 from __future__ import annotations
@@ -12,16 +15,18 @@ import errno
 import io
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pyarrow import NativeFile, fs
 
 from arrowcache.arrow.foreign import other_format
-from arrowcache.lifetimes import Closable, Origin
+from arrowcache.lifetimes import Closable, Origin, call_all, forgets_in_child
+from arrowcache.sampling.reads import is_hedge
 from arrowcache.sampling.retries import Retries
 from arrowcache.units import did_you_mean
 
@@ -29,17 +34,16 @@ if TYPE_CHECKING:
     from arrowcache.sampling.sources.getter import Getter
 
 T = TypeVar("T")
-S = TypeVar("S")
+M = TypeVar("M")
 
 URI = str | os.PathLike[str]
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".zip")
 _HEAD_BYTES = 512
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 _AUTHORITY_END = re.compile("[/?#]")
 _CUT_SECRET = re.compile(r"[^@\[]*:[^@]*[^@\d][^@]*")  # not a host with a port, nor of IPv6
 _MISTYPED = re.compile(r"(s3|gs|gcs|abfss?|hdfs|hf|https?|file):/?(?!/)")
 _CONTAINERS = ("abfs", "abfss")  # their URIs name a container where others have a key
-_AT_ONCE = 16  # requests at a time, each of which waits for the store
 
 
 class ListedFile(NamedTuple):
@@ -102,15 +106,15 @@ class ObjectStore:
         """Run a read of a file, with retries. Raises: as `Retries.run`."""
         return self.retries.run(read, self.name(path))
 
-    def open(self, path: str) -> NativeFile | _Object:
+    def open(self, path: str) -> NativeFile | Unopened:
         """Open a file for random access. Without retries: `run` it. A getter finds it missing as it reads."""
-        return self.open_native(path) if self.getter is None else _Object(self, path)
+        return self.open_native(path) if self.getter is None else Unopened(self, path)
 
     def open_native(self, path: str) -> NativeFile:
         """As `open`, for libraries that read files of pyarrow."""
         return self.filesystem.open_input_file(path)
 
-    def read(self, file: NativeFile | _Object, nbytes: int, start: int, path: str) -> bytes:
+    def read(self, file: NativeFile | Unopened, nbytes: int, start: int, path: str) -> bytes:
         """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
         return self.run(lambda: read_at(file, nbytes, start), path)
 
@@ -126,7 +130,7 @@ class ObjectStore:
     def _fetch(self, path: str, start: int, nbytes: int | None) -> bytes:
         getter = self.getter
         if getter is not None and (found := getter.get(path, start, nbytes)) is not None:
-            return found.data if nbytes is None else _whole(found.data, nbytes)
+            return found[0] if nbytes is None else _whole(found[0], nbytes)
         if self.fsspec is None:
             with self.open_native(path) as file:
                 start = start if start >= 0 else max(0, file.size() + start)
@@ -187,7 +191,7 @@ class ObjectStore:
         return files
 
 
-class _Object(Closable):
+class Unopened(Closable):
     """A file that a getter reads, without opening it, or if it cannot the file system."""
 
     def __init__(self, store: ObjectStore, path: str) -> None:
@@ -198,10 +202,10 @@ class _Object(Closable):
     def read_at(self, nbytes: int, start: int) -> bytes:
         getter = self._store.getter if self._file is None else None
         if getter is not None and (found := getter.get(self._path, start, nbytes)) is not None:
-            self._size = found.size
-            return found.data
-        data: bytes = self._native().read_at(nbytes, start)
-        return data
+            data, self._size = found
+            return data
+        rest: bytes = self._native().read_at(nbytes, start)
+        return rest
 
     def size(self) -> int:
         if self._size is None:
@@ -263,7 +267,7 @@ class StoreFile(io.RawIOBase):
         super().close()
 
 
-def read_at(file: NativeFile | _Object, nbytes: int, start: int) -> bytes:
+def read_at(file: NativeFile | Unopened, nbytes: int, start: int) -> bytes:
     """Read bytes of an open file, all of them. Raises: OSError: also if fewer came."""
     data: bytes = file.read_at(nbytes, start)
     return _whole(data, nbytes)
@@ -310,24 +314,9 @@ def locate(
 
 def names_in(what: str, names: Sequence[str], asked: str = "") -> str:
     """Say which arrays a file or folder has, with those first that come near the one that was asked for."""
-    shown = ", ".join(f"#{name}" for name in names[:_MOST_NAMED]) or "none"
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    shown = ", ".join(f"#{name}" for name in names[:_MAX_NAMED]) or "none"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{did_you_mean(asked, names, '#{}'.format)}{what} has {shown}{more}"
-
-
-def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    """Call a function for each item, several at the same time: each call mostly waits for a store.
-
-    Raises: the error of the first failed call; calls that had not begun never do.
-    """
-    if len(items) < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(min(_AT_ONCE, len(items)), thread_name_prefix="arrowcache-sources") as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _getter_of(filesystem: fs.FileSystem) -> Getter | None:
@@ -402,3 +391,127 @@ def _unpacked(ending: str) -> str | None:
 
 def _is_hidden(path: str) -> bool:
     return any(part.startswith((".", "_")) for part in path.split("/"))
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+H = TypeVar("H", bound=_Closable)
+
+
+class Once(Generic[M]):
+    """A thing that several reads need: the first to ask makes it, and others wait, but for hedges."""
+
+    def __init__(self) -> None:
+        self.thing: M | None = None
+        self._changed, self._makers = threading.Condition(), 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a thread makes it."""
+        return self._makers > 0
+
+    def get(self, make: Callable[[], M], keeps: Callable[[M], bool] = lambda _: True) -> M:
+        """Return the thing, made if there is none. Blocks: while another thread makes it. Raises: as `make`.
+
+        Args:
+            keeps: False: it is not kept, and whoever waits makes it anew.
+        """
+        with self._changed:
+            while self.thing is None and self._makers and not is_hedge():
+                self._changed.wait()
+            if self.thing is not None:
+                return self.thing
+            self._makers += 1
+        made: M | None = None
+        try:
+            made = make()
+            return made
+        finally:
+            with self._changed:
+                self._makers -= 1
+                if self.thing is None and made is not None and keeps(made):
+                    self.thing = made
+                self._changed.notify_all()
+
+
+class _Kept(Once[H]):
+    """A thing, and the number of threads that use it. The last of them closes it, once it was given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.is_given_up = 0, False
+
+
+class Handles(Generic[H]):
+    """Open things by their keys; the least recently used is closed first.
+
+    Several threads use a thing at a time, so things are thread-safe. One that is in use is closed after it.
+    Pickled without its things. A forked child begins with none, and closes none of its parent's.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._things: OrderedDict[Hashable, _Kept[H]] = OrderedDict()
+        self._lock = threading.Lock()
+        forgets_in_child(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._most,)
+
+    def forget_in_child(self) -> None:
+        self._inherited = self._things  # kept alive, or they would be closed here
+        self._things, self._lock = OrderedDict(), threading.Lock()
+
+    @contextmanager
+    def use(self, key: Hashable, make: Callable[[], H]) -> Iterator[H]:
+        """Give the open thing of a key, made if there is none. One whose use fails is given up.
+
+        Blocks: while another thread makes it.
+        """
+        used: H | None = None
+        kept, unused = self._taken(key)
+        try:
+            call_all(thing.close for thing in unused)
+            used = kept.get(make)
+            yield used
+        except BaseException:
+            with self._lock:
+                if self._things.get(key) is kept:
+                    del self._things[key]
+                kept.is_given_up = True
+            raise
+        finally:
+            with self._lock:
+                kept.users -= 1
+                is_last = kept.is_given_up and not kept.users
+            if used is not None and used is not kept.thing:  # another was made first
+                used.close()
+            if is_last and kept.thing is not None:
+                kept.thing.close()
+
+    def close(self) -> None:
+        """Close all, those in use after it. Idempotent; things can be made again."""
+        with self._lock:
+            unused = self._given_up(0)
+        call_all(thing.close for thing in unused)
+
+    def _taken(self, key: Hashable) -> tuple[_Kept[H], list[H]]:
+        """Return a key's thing, for one user more, and things to close for it."""
+        with self._lock:
+            unused = [] if key in self._things else self._given_up(self._most - 1)
+            kept = self._things.setdefault(key, _Kept())
+            self._things.move_to_end(key)
+            kept.users += 1
+        return kept, unused
+
+    def _given_up(self, most: int) -> list[H]:
+        """Give up all but so many, the least recently used first; return those that nobody uses."""
+        unused = []
+        while len(self._things) > most:
+            kept = self._things.popitem(last=False)[1]
+            kept.is_given_up = True
+            if not kept.users and kept.thing is not None:
+                unused.append(kept.thing)
+        return unused

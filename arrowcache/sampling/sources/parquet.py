@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import NativeFile
 
+from arrowcache import linux
 from arrowcache.arrow.expression import REPLACE_IT, reason_of, shown, type_of
 from arrowcache.arrow.foreign import kind_of, plain, plain_type, require_fields, values_of
 from arrowcache.arrow.schema import FieldType, Schema, Tensor, Timestamp
@@ -29,23 +30,31 @@ from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
 from arrowcache.pickling import pickled
-from arrowcache.sampling.counts import tally
-from arrowcache.sampling.reads import Read
-from arrowcache.sampling.retries import Retries, settled
-from arrowcache.sampling.rows import Rows
-from arrowcache.sampling.sources.choice import Choice
-from arrowcache.sampling.sources.handles import Handles, Once
-from arrowcache.sampling.sources.object_store import URI, ListedFile, ObjectStore, at_once, locate
-from arrowcache.sampling.sources.source import Source, of_task, shuffle_of
+from arrowcache.sampling.reads import Fault, Read, Rows, at_once, made_or_fault
+from arrowcache.sampling.retries import Retries, in_place_of, is_of_decoder, mark_permanent, tally
+from arrowcache.sampling.sources.object_store import (
+    URI,
+    Handles,
+    ListedFile,
+    ObjectStore,
+    Once,
+    Unopened,
+    locate,
+    read_at,
+)
+from arrowcache.sampling.sources.source import Choice, Source, of_task, shuffle_of
 from arrowcache.units import format_count, parse_count
 
 if TYPE_CHECKING:
     import pyarrow.dataset as pads
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
-_MOST_OPEN = 128  # files, with their footers
+_MAX_OPEN = 128  # files, with their footers
 _READ_BYTES = 8 << 20  # of the rows of a read
-_MOST_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
+_FOOTER_BYTES = 64 << 10
+_GAP_BYTES, _PIECE_BYTES = 8 << 10, 16 << 20  # between columns that one request gets; of a request
+_PAD_BYTES = 100  # that a column may have more than its footer says, as old writers had it
+_MAX_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 _VARIABLE_SHARE = 2  # of a segment, that rows of variable length fill, as far as footers tell
 _TEXT_BYTES = 32  # of a text, where the file has less: it may be there once for many rows
 
@@ -64,7 +73,7 @@ class _RowGroup(NamedTuple):
     parts: int = 1
 
 
-class _Drawn(NamedTuple):
+class _DrawnRows(NamedTuple):
     """The columns of a row group, and the numbers of the rows that were drawn from them."""
 
     columns: dict[str, NDArray[Any] | pa.Array]
@@ -77,16 +86,16 @@ class _Empty:
     count = 0
 
 
-class _Group:
+class _SharedGroup:
     """Rows drawn from a row group, for reads of pieces of them, by the first row of each.
 
     So of large row groups fewer are read at a time.
     """
 
-    def __init__(self, draw: Callable[[], _Drawn], pieces: Iterable[int]) -> None:
-        self._draw, self._pieces, self._once = draw, set(pieces), Once[_Drawn]()
+    def __init__(self, draw: Callable[[], _DrawnRows], pieces: Iterable[int]) -> None:
+        self._draw, self._pieces, self._once = draw, set(pieces), Once[_DrawnRows]()
 
-    def get(self) -> _Drawn:
+    def get(self) -> _DrawnRows:
         return self._once.get(self._draw, lambda _: bool(self._pieces))
 
     def leave(self, piece: int) -> None:
@@ -166,24 +175,24 @@ class ParquetRows(Source):
         self._filter = filter
         self.plans_exactly = filter is None and not self.is_divided
         self._fill = dict(fill or {})
-        self._kept: Handles[_Open] = Handles(_MOST_OPEN)
+        self._kept: Handles[_Open] = Handles(_MAX_OPEN)
         self._store, paths = locate(uri, filesystem, retries)
         self._files = [file for path in paths for file in self._store.find(path, _SUFFIXES)]
         if self.is_divided:  # each once, whatever names it
             self._files = sorted(set(self._files))
         sized = list(schema or columns or []) if self.is_divided else None
         footers = at_once(partial(self._footer, sized), self._files)
-        self.schema = _schema(self._names(), [footer.fields for footer in footers], columns, schema)
+        self.schema = _schema(self._names(), [fields for fields, _ in footers], columns, schema)
         if unknown := [name for name in self._fill if name not in self.schema]:
             raise ValueError(f"fill has {', '.join(map(repr, unknown))}, which is no column: {self.schema!r}")
-        for file, footer in zip(self._names(), footers, strict=True):
-            _require_fill(file, footer.fields, self._fill)
+        for file, (fields, _) in zip(self._names(), footers, strict=True):
+            _require_fill(file, fields, self._fill)
         self._piece_rows = max(1, Limits.current.parquet_bytes // row_bytes(self.schema))
         is_variable = bool(self.schema.variable)
         self._groups = [
             _RowGroup(file, number, rows, max(rows * row_bytes(self.schema), nbytes * is_variable))
-            for file, footer in enumerate(footers)
-            for number, rows, nbytes in footer.groups
+            for file, (_, groups) in enumerate(footers)
+            for number, rows, nbytes in groups
             if rows
         ]
         if not self._groups:
@@ -239,11 +248,14 @@ class ParquetRows(Source):
         )
         return fitted
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[Rows]:
+    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         """Draw rows, some of one row group at a time, in random order."""
         empty = _Empty()
         for group, taken in self._parts(rng):
-            drawn = self._drawn(rng, group, taken, empty)
+            drawn = made_or_fault(partial(self._drawn, rng, group, taken, empty))
+            if isinstance(drawn, Fault):
+                yield drawn
+                continue
             for first in range(0, len(drawn.rows), self._piece_rows):
                 yield self._piece(group, drawn, first, first + self._piece_rows)
 
@@ -261,7 +273,7 @@ class ParquetRows(Source):
             draw = partial(self._drawn_anew, int(rng.integers(1 << 63)), group, taken, empty)
             most = max(1, _READ_BYTES // max(1, group.nbytes // group.rows))
             firsts = range(0, taken, most)
-            once = _Group(draw, firsts)
+            once = _SharedGroup(draw, firsts)
             for first in firsts:
                 yield partial(self._read_piece, once, group, first, first + most)
             if not rows:
@@ -302,13 +314,13 @@ class ParquetRows(Source):
             return rng.permutation(found)
         return rng.choice(found, taken, replace=False)
 
-    def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
+    def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _DrawnRows:
         """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
         table = self._read(group)
         tally.fetched_bytes += group.nbytes * group.parts
         empty.count = empty.count + 1 if table.num_rows == 0 else 0
-        if empty.count >= _MOST_EMPTY and not self.is_divided:
-            raise settled(
+        if empty.count >= _MAX_EMPTY and not self.is_divided:
+            raise mark_permanent(
                 SamplerError(
                     f"{self._names()[group.file]}: the last of {empty.count} row groups in a row of which "
                     f"the filter {self._filter} keeps no row; use one that keeps more"
@@ -316,17 +328,17 @@ class ParquetRows(Source):
             )
         rows = self._draw(rng, group, taken, table.num_rows)
         with self._naming(group):
-            return _Drawn({name: self._column(name, table.column(name)) for name in self.schema}, rows)
+            return _DrawnRows({name: self._column(name, table.column(name)) for name in self.schema}, rows)
 
-    def _drawn_anew(self, seed: int, group: _RowGroup, taken: int, empty: _Empty) -> _Drawn:
+    def _drawn_anew(self, seed: int, group: _RowGroup, taken: int, empty: _Empty) -> _DrawnRows:
         return self._drawn(np.random.default_rng(seed), group, taken, empty)
 
-    def _read_piece(self, once: _Group, group: _RowGroup, first: int, last: int) -> Rows:
+    def _read_piece(self, once: _SharedGroup, group: _RowGroup, first: int, last: int) -> Rows:
         rows = self._piece(group, once.get(), first, last)
         once.leave(first)
         return rows
 
-    def _piece(self, group: _RowGroup, drawn: _Drawn, first: int, last: int) -> Rows:
+    def _piece(self, group: _RowGroup, drawn: _DrawnRows, first: int, last: int) -> Rows:
         """Return some of the rows that were drawn, in their order."""
         rows, piece = Rows(), drawn.rows[first:last]
         with self._naming(group):
@@ -373,25 +385,37 @@ class ParquetRows(Source):
 
         def read() -> pa.Table:
             with self._kept.use(group.file, make) as opened:
+                if opened.part_rows(group) != group.rows:
+                    raise mark_permanent(
+                        SamplerError(
+                            f"{self._store.name(file.path)}: has changed since ParquetRows was made: it has "
+                            "other row groups; make ParquetRows anew, and write new files beside those that "
+                            "are read"
+                        )
+                    )
                 return opened.read(group.number)
 
         try:
             return self._store.run(read, file.path)
         except pa.ArrowException as error:
-            raise self._damaged(file, error) from None
+            raise self._damaged(file, error, group) from None
+        except OSError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and is_of_decoder(cause):
+                raise self._damaged(file, cause, group) from None
+            raise
 
-    def _damaged(self, file: ListedFile, error: Exception) -> SamplerError:
+    def _damaged(self, file: ListedFile, error: Exception, group: _RowGroup | None = None) -> SamplerError:
+        where = "" if group is None else f"row group {group.number}: "
         why = self._store.other_format(file.path, "Parquet")
         if not why:
-            why = " ".join(str(error).split()) + "; get the file anew, or leave it out"
-        return SamplerError(f"{self._store.name(file.path)}: cannot be read as Parquet: {why}")
+            why = where + " ".join(str(error).split()) + "; get the file anew, or leave it out"
+        name = self._store.name(file.path)
+        return in_place_of(error, SamplerError(f"{name}: cannot be read as Parquet: {why}"))
 
 
-class _Footer(NamedTuple):
-    """The needed part of a file's footer: its fields; number, rows and bytes of row groups to draw from."""
-
-    fields: pa.Schema
-    groups: list[tuple[int, int, int]]
+_Footer = tuple[pa.Schema, list[tuple[int, int, int]]]
+"""The needed part of a file's footer: its fields; number, rows and bytes of row groups to draw from."""
 
 
 def _footer(
@@ -414,13 +438,10 @@ def _footer(
             fragment = fragment.subset(condition)
 
     taken = {each.name: each.type for each in fields if each.name in (sized or [each.name])}
-    return _Footer(
-        fields,
-        [
-            (each.id, each.num_rows, each.total_byte_size if sized is None else _nbytes(each, taken))
-            for each in fragment.row_groups
-        ],
-    )
+    return fields, [
+        (each.id, each.num_rows, each.total_byte_size if sized is None else _nbytes(each, taken))
+        for each in fragment.row_groups
+    ]
 
 
 def _nbytes(group: pads.RowGroupInfo, taken: Mapping[str, pa.DataType]) -> int:
@@ -448,7 +469,8 @@ class _Open:
     """An open file, with its footer, from which several threads read at a time.
 
     Each read has a ParquetFile of its own, which is not thread-safe: it takes 20 us. A file of a file system
-    in Python reads one piece at a time, so it is opened anew.
+    in Python reads one piece at a time, so it is opened anew. Of one that a getter reads, without opening it,
+    the needed bytes are put in their places of an empty file.
     Not a fragment of pyarrow.dataset, which takes twice the time for a small row group, and whose threads
     read where no others may: they would still hold a file of a file system in Python as the process ends.
     """
@@ -457,18 +479,53 @@ class _Open:
         self, store: ObjectStore, file: ListedFile, names: list[str], condition: pc.Expression | None
     ) -> None:
         self._names, self._condition, self._store, self._path = names, condition, store, file.path
-        self._file = store.open_native(file.path)
-        parquet = pq.ParquetFile(self._file)
-        self._metadata = parquet.metadata
+        self._file = store.open(file.path)
+        if isinstance(self._file, Unopened):
+            self._metadata = _metadata_of(self._file, file.nbytes)
+        else:
+            self._metadata = pq.ParquetFile(self._file).metadata
         self._read_names = names
         if condition is not None:
-            self._read_names = names + _needed(condition, parquet.schema_arrow, names)
+            self._read_names = names + _needed(condition, self._metadata.schema.to_arrow_schema(), names)
+
+    def part_rows(self, group: _RowGroup) -> int:
+        """Return the number of rows that a row group, or a part of it, has in the file now."""
+        if group.number >= self._metadata.num_row_groups:
+            return 0
+        return len(range(group.part, self._metadata.row_group(group.number).num_rows, group.parts))
 
     def read(self, number: int) -> pa.Table:
+        if isinstance(self._file, Unopened):
+            with pa.BufferReader(self._fetched(self._file, number)) as file:
+                return self._read(file, number, in_threads=True)
         if not self._store.is_in_python:
             return self._read(self._file, number, in_threads=True)
         with self._store.open_native(self._path) as file:
             return self._read(file, number, in_threads=False)
+
+    def _fetched(self, file: Unopened, number: int) -> pa.Buffer:
+        """Return the bytes of a row group's columns, as far as they are needed, with zeros around them."""
+        group, spans = self._metadata.row_group(number), []
+        for column in map(group.column, range(group.num_columns)):
+            path = f"{column.path_in_schema}."
+            if any(path.startswith(f"{name}.") for name in self._read_names):
+                begin = column.data_page_offset
+                first = min(column.dictionary_page_offset or begin, begin)
+                spans.append((first, min(file.size(), first + column.total_compressed_size + _PAD_BYTES)))
+        pieces: list[list[int]] = []
+        for first, last in sorted(spans):
+            if pieces and first <= pieces[-1][1] + _GAP_BYTES and last - pieces[-1][0] <= _PIECE_BYTES:
+                pieces[-1][1] = max(pieces[-1][1], last)
+            else:
+                pieces += [[at, min(at + _PIECE_BYTES, last)] for at in range(first, last, _PIECE_BYTES)]
+        space = linux.sparse_memory(max(last for _, last in pieces))
+
+        def fetch(piece: list[int]) -> None:
+            first, last = piece
+            space[first:last] = read_at(file, last - first, first)
+
+        at_once(fetch, pieces)
+        return pa.py_buffer(space)
 
     def _read(self, file: NativeFile, number: int, *, in_threads: bool) -> pa.Table:
         parquet = pq.ParquetFile(file, metadata=self._metadata, pre_buffer=in_threads)
@@ -485,6 +542,19 @@ class _Open:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _metadata_of(file: Unopened, nbytes: int) -> pq.FileMetaData:
+    """Read a file's footer, mostly in one request, which also tells its size if that is another by now."""
+    wanted = _FOOTER_BYTES
+    while True:
+        start = max(0, nbytes - wanted)
+        tail = file.read_at(nbytes - start, start)
+        changed, nbytes = file.size() != nbytes, file.size()
+        needed = int.from_bytes(tail[-8:-4], "little") + 8
+        if not changed and (needed <= wanted or not start):
+            return pq.read_metadata(pa.BufferReader(tail))
+        wanted = max(wanted, needed)
 
 
 def _filtered(table: pa.Table, condition: pc.Expression) -> pa.Table:

@@ -11,6 +11,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +20,17 @@ from numpy.lib import format as npy
 from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.retries import Retries
-from arrowcache.sampling.sources.choice import Choice
+from arrowcache.sampling.reads import Fault, first_whole, made_or_fault
+from arrowcache.sampling.retries import Retries, in_place_of
 from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile, locate
-from arrowcache.sampling.sources.source import Source, shuffled
+from arrowcache.sampling.sources.source import Choice, Source, first_of, shuffled
 from arrowcache.units import did_you_mean, parse_count
 
 Decode = Callable[[str, bytes], Any]
 """(field, bytes) -> the value of the field."""
 
 _BUFFER_BYTES = 1 << 20
-_MOST_EMPTY = 100  # shards in a row without a sample
+_MAX_EMPTY = 100  # shards in a row without a sample
 
 
 class WebDatasetShards(Source):
@@ -37,7 +38,8 @@ class WebDatasetShards(Source):
 
     Samples come in order, except for a small shuffle: so the segments of many tasks begin with the first
     samples of some shard. Shards of about a segment's samples are drawn evenly; of much larger ones, the ends
-    are never reached. So a pool's first segments are full ones, too.
+    are never reached. So a pool's first segments are full ones, too. A task reads its shard piece by piece,
+    and neither `reads` nor hedges make it faster: more `workers` do.
 
     Args:
         uris: a .tar, a folder with all below it, or several of either, on one store.
@@ -89,9 +91,8 @@ class WebDatasetShards(Source):
                 )
             self._fields = tuple(self.schema)
             self._kinds = self.schema
-        first = next(
-            self._samples(self._shards[0]), None
-        )  # with a schema, too: what does not fit says so now
+        # With a schema, too: what does not fit says so now.
+        first = first_whole(partial(first_of, sample) for sample in self._samples(self._shards[0]))
         if schema is None:
             if first is None:
                 raise SamplerError(f"{self._name(self._shards[0])}: there is no sample in it")
@@ -101,9 +102,9 @@ class WebDatasetShards(Source):
     def __repr__(self) -> str:
         return f"WebDatasetShards({self._name(self._shards[0])!r} and {len(self._shards) - 1} other shards)"
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         empty = 0
-        while empty < _MOST_EMPTY:
+        while empty < _MAX_EMPTY:
             shard = self._shards[self._choice.draw(rng)]
             empty += 1
             for sample in shuffled(self._samples(shard), self._shuffle, rng):
@@ -116,7 +117,7 @@ class WebDatasetShards(Source):
     def _name(self, shard: ListedFile) -> str:
         return self._store.name(shard.path)
 
-    def _samples(self, shard: ListedFile) -> Iterator[dict[str, Any]]:
+    def _samples(self, shard: ListedFile) -> Iterator[Mapping[str, Any] | Fault]:
         name = self._name(shard)
         if shard.nbytes % tarfile.BLOCKSIZE:  # within a header, tarfile would take it for the end
             raise self._damaged(
@@ -126,7 +127,7 @@ class WebDatasetShards(Source):
             try:
                 with tarfile.open(fileobj=file, mode="r|") as tar:
                     for key, files in _grouped(tar):
-                        yield self._sample(f"{name}, sample {key!r}", files)
+                        yield made_or_fault(partial(self._sample, f"{name}, sample {key!r}", files))
             except tarfile.TarError as error:
                 raise self._damaged(shard, str(error)) from None
 
@@ -149,7 +150,8 @@ class WebDatasetShards(Source):
                     sample[field] = _value_of(json.loads(files[file]), field[len(file) + 1 :])
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"  # the text of a KeyError says little
-                raise SchemaError(f"{place}: field {field!r} cannot be decoded: {why}") from error
+                wrong = SchemaError(f"{place}: field {field!r} cannot be decoded: {why}")
+                raise in_place_of(error, wrong) from error
         try:
             for field, kind in self._kinds.items():
                 require_value(field, kind, sample[field])
@@ -195,7 +197,12 @@ def _value_of(value: Any, key: str = "") -> Any:
     """Return a value of JSON, or one in its objects by their keys, joined by dots; an object as text."""
     while key:
         names = list(value) if isinstance(value, dict) else []
-        name = key if key in names else key.partition(".")[0]
+        fits = [  # names may have dots
+            each
+            for each in names
+            if each == key or (key.startswith(f"{each}.") and isinstance(value[each], dict))
+        ]
+        name = max(fits, key=len, default=key.partition(".")[0])
         if name not in names:
             has = f"{did_you_mean(name, names)}it has {', '.join(names)}" if names else "it is no object"
             raise ValueError(f"JSON without {name!r}, {has}")

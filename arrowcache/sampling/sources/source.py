@@ -1,4 +1,6 @@
-"""Source: a ready sampler that knows its schema.
+"""Source: a ready sampler that knows its schema; and sources of sources.
+
+`Mix` draws from several by weight, `Map` calls a function of each sample.
 
 Each is a picklable callable `source(rng)`, to be given to `SamplerPool(cache, source)`. Its samples
 depend on `rng` and on the store's content alone: lists of files are sorted, and fixed at construction.
@@ -7,21 +9,41 @@ It connects and opens files when it is called, keeps them open for the next call
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.schema import Schema
+from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
-from arrowcache.errors import SamplerError
-from arrowcache.lifetimes import Closable
+from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
+from arrowcache.lifetimes import Closable, call_all
 from arrowcache.native.order import KEYS, Pass, Stage
-from arrowcache.sampling.reads import Read, first_whole, is_read, single, values_of
-from arrowcache.sampling.rows import Rows
+from arrowcache.sampling.reads import (
+    MAX_EMPTY_CALLS,
+    Read,
+    Rows,
+    Sampler,
+    first_whole,
+    go_on_alone,
+    hedge_of,
+    is_read,
+    made_or_fault,
+    single,
+    values_of,
+    yielded_nothing,
+)
+from arrowcache.sampling.retries import mark_permanent
+from arrowcache.sampling.task import fitted, require_policy
+from arrowcache.units import require_function
+
+T = TypeVar("T")
 
 
 class Source(Closable, ABC):
@@ -117,7 +139,7 @@ def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema
     rng = np.random.default_rng(0)
     samples = single(source(rng), rng)
     try:
-        found = first_whole(partial(_first_of, sample) for sample in samples)
+        found = first_whole(partial(first_of, sample) for sample in samples)
     finally:
         samples.close()
     if found is None:
@@ -125,19 +147,290 @@ def schema_of(source: Callable[[np.random.Generator], Any], what: str) -> Schema
     return Schema.infer(found)
 
 
-def _first_of(sample: Any) -> Mapping[str, Any] | None:
+def first_of(sample: Any) -> Mapping[str, Any] | None:
+    """Return a sample, or the first of `Rows`, or what a read gives. Raises: as the read."""
     found = values_of(sample) if is_read(sample) else sample
     return next(found.split(), None) if isinstance(found, Rows) else found
 
 
-def shuffled(
-    samples: Iterable[dict[str, Any]], held: int, rng: np.random.Generator
-) -> Iterator[dict[str, Any]]:
+def shuffled(samples: Iterable[T], held: int, rng: np.random.Generator) -> Iterator[T]:
     """Yield samples in a somewhat random order: one of `held` + 1, at random, for each new one."""
-    waiting: list[dict[str, Any]] = []
+    waiting: list[T] = []
     for sample in samples:
         waiting.append(sample)
         if len(waiting) > held:
             yield waiting.pop(int(rng.integers(len(waiting))))
     while waiting:
         yield waiting.pop(int(rng.integers(len(waiting))))
+
+
+class Choice:
+    """Draws numbers from 0 to n - 1 in proportion to their weights, by one random number a draw."""
+
+    def __init__(self, weights: Sequence[float] | NDArray[np.float64]) -> None:
+        self._ends = np.cumsum(np.asarray(weights, np.float64))
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return int(self.draw_many(rng, 1)[0])
+
+    def draw_many(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        at = np.searchsorted(self._ends, rng.random(count) * self._ends[-1], side="right")
+        chosen: NDArray[np.int64] = np.minimum(at, len(self._ends) - 1)  # the product may round up to the end
+        return chosen
+
+
+def parse_weights(weights: Sequence[float], names: Sequence[str]) -> list[float]:
+    """Check weights, one for each name.
+
+    Raises: ValueError: the wrong number of them; a weight that is zero, negative, infinite or not a number;
+        or so large that their sum is infinite. TypeError: a weight that is no number.
+    """
+    if len(weights) != len(names):
+        raise ValueError(f"there are {len(weights)} weights for {len(names)}: {', '.join(names)}")
+    for weight, name in zip(weights, names, strict=True):
+        if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
+            raise TypeError(f"the weight of {name} must be a number, not {weight!r}")
+        if not 0 < weight < math.inf:
+            raise ValueError(
+                f"the weight of {name} is {weight!r}: it must be positive and finite; leave out what is "
+                "not to be drawn"
+            )
+    try:
+        total = math.fsum(weights)
+    except OverflowError:
+        total = math.inf
+    if math.isinf(total):
+        raise ValueError("the weights are so large that their sum is infinite: divide all by one number")
+    return [float(weight) for weight in weights]
+
+
+class Mix(Source):
+    """Draws each sample from one of several sources.
+
+        Mix({ArrayWindows("s3://eu/a.zarr", (256,)): 3, ArrayWindows("s3://us/b.zarr", (256,)): 1})
+
+    Args:
+        sources: source -> weight, or pairs of both. Any sampler is a source. A sample is drawn from a source
+            without a schema, to infer it.
+        on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, with
+            a logged warning, and is tried again in the next task. A task's content then also depends on which
+            sources failed. A sample that cannot be had is the pool's to skip, see its `on_error`.
+    Raises: ValueError: no source; a weight that is zero, negative, infinite or not a number. SchemaError:
+        sources whose schemas differ: names source and field.
+    """
+
+    def __init__(
+        self, sources: Mapping[Any, float] | Iterable[tuple[Any, float]], *, on_error: str = "raise"
+    ) -> None:
+        require_policy(on_error)
+        pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
+        if not pairs:
+            raise ValueError("there is no source: give at least one")
+        self._sources: list[Sampler] = [source for source, _ in pairs]
+        if divided := [source for source in self._sources if getattr(source, "is_divided", False)]:
+            raise TypeError(
+                f"{divided[0]!r} is drawn once, and a mix draws without end: give it to a pool alone"
+            )
+        self._names = [f"sources[{number}], {source!r}," for number, source in enumerate(self._sources)]
+        self._weights = parse_weights([weight for _, weight in pairs], self._names)
+        self._skips = on_error == "skip"
+        # A share of a small segment is no multiple of what a source reads at once.
+        self.ramp = all(ramp_of(source) and chunk_rows_of(source) == 1 for source in self._sources)
+        schemas = [schema_of(source, name) for source, name in zip(self._sources, self._names, strict=True)]
+        for name, schema in zip(self._names, schemas, strict=True):
+            _require_same(name, schema, schemas[0])
+        self.schema = schemas[0]
+
+    def __repr__(self) -> str:
+        return f"Mix of {len(self._sources)}: {', '.join(map(repr, self._sources))}"
+
+    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+        """Draw samples one by one; each source goes on after its last sample."""
+        streams = [self._stream(number, rng) for number in range(len(self._sources))]
+        left = list(range(len(streams)))
+        choice = Choice(self._weights)
+        try:
+            while True:
+                number = left[choice.draw(rng)]
+                try:
+                    sample = next(streams[number])
+                except Exception as error:
+                    if not self._skips:
+                        raise
+                    why = sentence_of(error)
+                    log(f"{self._names[number]} failed and is left out of this task: {why}")
+                    left = [other for other in left if other != number]
+                    if not left:
+                        message = f"all {len(streams)} sources failed, the last with: {why}"
+                        raise SamplerError(message) from error
+                    choice = Choice([self._weights[other] for other in left])
+                else:
+                    yield sample
+        finally:
+            call_all(stream.close for stream in streams)
+
+    @property
+    def plan_reads(self) -> Callable[[np.random.Generator, int], Iterator[Read]] | None:  # type: ignore[override]  # never set here
+        """A plan of shares, as they come by chance. None if a source does not plan, or one may be left out.
+
+        Nor with a schema of variable length: a segment that is full before would lack the last source.
+        """
+        plans = all(
+            getattr(source, "plan_reads", None) is not None and getattr(source, "plans_exactly", True)
+            for source in self._sources
+        )
+        return self._planned if plans and not self._skips and not self.schema.variable else None
+
+    def _planned(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
+        shares = rng.multinomial(rows, np.array(self._weights) / math.fsum(self._weights))
+        for source, share in zip(self._sources, shares.tolist(), strict=True):
+            if share:
+                yield from source.plan_reads(rng, share)  # type: ignore[attr-defined]  # one that plans
+
+    @property
+    def hedge(self) -> bool:  # type: ignore[override]  # never set here
+        return all(map(hedge_of, self._sources))
+
+    def close(self) -> None:
+        for source in self._sources:
+            if isinstance(source, Source):
+                source.close()
+
+    def _stream(self, number: int, rng: np.random.Generator) -> Generator[Mapping[str, Any], None, None]:
+        """Yield a source's samples without end: a source that ends is called again."""
+        empty = 0
+        while empty < MAX_EMPTY_CALLS:
+            empty += 1
+            for sample in single(self._sources[number](rng), rng):
+                empty = 0
+                yield sample
+        raise yielded_nothing(self._names[number])
+
+
+def _require_same(name: str, schema: Schema, first: Schema) -> None:
+    for field in {**first, **schema}:
+        found, wanted = schema.get(field), first.get(field)
+        if found != wanted:
+            raise SchemaError(
+                f"{name} has field {field!r} as {found}, and the first source as {wanted}: sources must "
+                "agree; Map one to make it so"
+            )
+
+
+class Map(Source):
+    """Draws from a source, and changes its samples.
+
+        Map(ParquetRows(uri), lambda sample, rng: {**sample, "x": sample["x"] + rng.normal()})
+
+    Args:
+        source: a source, or any sampler.
+        function: takes a sample, or a sample and a generator of its own if it has two parameters: all its
+            randomness must come from that. Returns a sample; it may change its argument, but not the arrays
+            in it. If the source yields reads, or plans, it runs in the threads that read, several
+            at a time, and once for each sample, also where a read is begun again.
+        schema: schema of its results. None means that of the first sample, drawn here. A ragged
+            field cannot be inferred from one sample.
+    Raises: TypeError: not a function. Errors of the source or the function.
+    """
+
+    def __init__(
+        self,
+        source: Sampler,
+        function: Callable[..., Mapping[str, Any]],
+        *,
+        schema: Schema | Mapping[str, FieldType] | None = None,
+    ) -> None:
+        if function is None:
+            raise TypeError("function must be a function of a sample, not None")
+        require_function(function, "function")
+        if not callable(source):
+            raise TypeError(f"source must be a source or a sampler, a function of rng, not {source!r}")
+        self._source = source
+        self.ramp, self.chunk_rows = ramp_of(source), chunk_rows_of(source)
+        self.is_divided = getattr(source, "is_divided", False)
+        self._function = function
+        self._with_rng = _takes_two(function)
+        self.schema = schema_of(self._draw, repr(self)) if schema is None else Schema(schema)
+
+    def __repr__(self) -> str:
+        return f"Map({self._source!r}, {getattr(self._function, '__qualname__', self._function)})"
+
+    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
+        return self._draw(rng)
+
+    def fitted(self, form: Form) -> Map:
+        changed = copy.copy(self)
+        changed._source = fitted(self._source, form)
+        changed.tasks = getattr(changed._source, "tasks", None)
+        changed.division = getattr(changed._source, "division", "")
+        return changed
+
+    @property
+    def plan_reads(self) -> Callable[[np.random.Generator, int], Iterator[Read]] | None:  # type: ignore[override]  # never set here
+        return None if getattr(self._source, "plan_reads", None) is None else self._planned
+
+    @property
+    def hedge(self) -> bool:  # type: ignore[override]  # never set here
+        return hedge_of(self._source)
+
+    @property
+    def plans_exactly(self) -> bool:  # type: ignore[override]  # never set here
+        return getattr(self._source, "plans_exactly", True)
+
+    def _planned(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
+        for read in self._source.plan_reads(rng, rows):  # type: ignore[attr-defined]  # one that plans
+            yield partial(self._read, read, self._own(rng))
+
+    @property
+    def drawn(self) -> str:  # type: ignore[override]  # never set here
+        return getattr(self._source, "drawn", "")
+
+    def close(self) -> None:
+        if isinstance(self._source, Source):
+            self._source.close()
+
+    def _draw(self, rng: np.random.Generator) -> Iterator[Any]:
+        samples = single(self._source(rng), rng)
+        try:
+            for sample in samples:
+                own = self._own(rng)
+                changed = partial(self._read if is_read(sample) else self._changed, sample, own)
+                yield changed if is_read(sample) else made_or_fault(changed)
+        finally:
+            samples.close()
+
+    def _own(self, rng: np.random.Generator) -> list[np.random.Generator]:
+        return rng.spawn(1) if self._with_rng else []
+
+    def _read(self, read: Read, own: list[np.random.Generator]) -> Mapping[str, Any]:
+        values, own = values_of(read), copy.deepcopy(own)  # it may be tried again
+        go_on_alone()
+        if not isinstance(values, Rows):
+            return self._changed(values, own)
+        changed = [self._changed(sample, own) for sample in values.split()]
+        names = changed[0] if changed else self.schema
+        return Rows({name: [each[name] for each in changed] for name in names})
+
+    def _changed(self, sample: Mapping[str, Any], own: list[np.random.Generator]) -> Mapping[str, Any]:
+        changed = self._function(dict(sample), *own)
+        if not isinstance(changed, Mapping):
+            raise mark_permanent(
+                SamplerError(
+                    f"{self!r}: the function must return a sample, a mapping of field names to values, not "
+                    f"{type(changed).__name__}"
+                ),
+                is_fault=changed is None,
+            )
+        return changed
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """True if a function has a second parameter without a default, or one named rng."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and (
+        positional[1].default is inspect.Parameter.empty or positional[1].name == "rng"
+    )

@@ -1,10 +1,18 @@
-"""ArrayWindows: random windows of N-dimensional arrays on any store, several arrays cut at the same place."""
+"""ArrayWindows: random windows of N-dimensional arrays on any store, several arrays cut at the same place.
+
+An array is known by its name:
+
+    *.npy                       NumPy's file, one array
+    *.h5, *.hdf5, *.nc          HDF5 (hdf5.py): "run.h5#group/signal" names the dataset
+    any other path              Zarr (zarr3.py): a folder; "run.zarr#signal" or "run.zarr/signal"
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,25 +24,40 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SchemaError
-from arrowcache.sampling.reads import Read
+from arrowcache.sampling.reads import Fault, Read, Rows, at_once, made_or_fault
 from arrowcache.sampling.retries import Retries
-from arrowcache.sampling.rows import Rows
-from arrowcache.sampling.sources.arrays import Address, Array, open_array, split_uri
-from arrowcache.sampling.sources.choice import Choice, parse_weights
-from arrowcache.sampling.sources.handles import Handles
-from arrowcache.sampling.sources.object_store import URI, at_once, locate
-from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, grouped, uses
-from arrowcache.sampling.sources.source import Source
+from arrowcache.sampling.sources.arrays import (
+    Array,
+    ArrayLayout,
+    NpyArray,
+    Pieces,
+    Places,
+    Window,
+    grouped,
+    unpacked_array,
+    uses,
+)
+from arrowcache.sampling.sources.object_store import URI, Handles, ObjectStore, is_installed, locate
+from arrowcache.sampling.sources.source import Choice, Source, parse_weights
 from arrowcache.units import did_you_mean, parse_count
 
 Arrays = URI | Mapping[str, URI]
 Lengths = Sequence[int]
 
-_MOST_OPEN = 64
+_MAX_OPEN = 64
 _PLAN_BYTES = 64 << 20  # of the windows that are drawn at a time
 _READ_BYTES = 4 << 20  # of the windows of a read
 _FIELD = "data"
 POSITION_FIELDS = ("recording", "position")
+_HDF5 = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
+_FILE = re.compile(r"(.*\.(?:h5|hdf5|hdf|he5|nc|zarr))#(.+)")
+
+
+class Address(NamedTuple):
+    """The address of an array: a file or folder, and a name in it."""
+
+    path: str
+    inner: str
 
 
 class _Recording(NamedTuple):
@@ -44,7 +67,7 @@ class _Recording(NamedTuple):
     """
 
     addresses: dict[str, Address]
-    layouts: dict[str, Layout]
+    layouts: dict[str, ArrayLayout]
     windows: dict[str, Window]
     low: tuple[int, ...]
     counts: tuple[int, ...]
@@ -59,7 +82,7 @@ class ArrayWindows(Source):
     Args:
         arrays: the array, with "data" as its field; or field name -> array: all of them are cut at the
             same place. Or a list of either, as of several recordings: each window is of one of them.
-            "x.npy", "x.h5#dataset", else a Zarr array; arrays.py has the details.
+            "x.npy", "x.h5#dataset", else a Zarr array, "x.zarr" or "x.zarr#signal".
         window: lengths along the first axes of an array, in cells; further axes are
             taken whole. A mapping field name -> window, if they differ: all begin at the same
             place, so `{"signal": (256,), "label": (1,)}` is 256 values and the label of the first.
@@ -73,8 +96,9 @@ class ArrayWindows(Source):
             False: as stored. Times ("days since 1900-01-01") and flags are numbers in both cases.
         windows_per_chunk: number of windows, all different, of each chunk of the first array that is fetched:
             so each byte that is fetched is used about so many times its share. All of them, if a chunk has
-            fewer. Each window that lies within a chunk is equally likely, as far as `weights` say nothing
-            else; **one that crosses the border of a chunk never comes**. None means any window.
+            fewer. A chunk that is drawn again for a segment gives others, until it has given all. Each
+            window that lies within a chunk is equally likely, as far as `weights` say nothing else; **one
+            that crosses the border of a chunk never comes**. None means any window.
         where: axis -> the part of it that windows are drawn from, such as `{"time": slice(0, 2016)}`. An
             axis is its number or its name, if the store has names: Zarr's dimension_names, xarray's
             _ARRAY_DIMENSIONS, HDF5's dimension scales. Windows lie wholly in it; of an axis
@@ -92,10 +116,9 @@ class ArrayWindows(Source):
 
     A pool draws the places of a segment's windows first, and fetches them in the order in which they lie in
     the store: each chunk once, and bytes that are near each other at once. So neighbours in a segment are
-    neighbours in the array. A Loader's shuffle mixes them.
+    neighbours in the array. A Loader's shuffle mixes them. HDF5 reads in one thread at a time of a process:
+    more `workers` make it faster, and more `reads` do not.
     """
-
-    hedge = True
 
     def __init__(
         self,
@@ -126,10 +149,11 @@ class ArrayWindows(Source):
         if not isinstance(decode, bool):
             raise TypeError(f"decode must be True or False, not {decode!r}")
         self._with_position, self._decode = with_position, decode
-        self._kept: Handles[Array] = Handles(_MOST_OPEN)
+        self._kept: Handles[Array] = Handles(_MAX_OPEN)
         split = [split_uri(os.fspath(uri)) for fields in sets for uri in fields.values()]
         self._store, paths = locate([address.path for address in split], filesystem, retries)
         addresses = [Address(path, address.inner) for path, address in zip(paths, split, strict=True)]
+        self.hedge = not any(is_hdf5(address) for address in addresses)  # two reads of one: the second waits
         found = at_once(self._look, addresses)
         width, parts = len(self._windows), parse_where(where)
         self._recordings = []
@@ -157,11 +181,12 @@ class ArrayWindows(Source):
         first = self._name(next(iter(self._recordings[0].addresses.values())))
         return f"ArrayWindows({first!r} and {len(self._recordings) - 1} other recordings, {self._windows})"
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         while True:
             if self._in_chunks is not None:
                 for read in self._plan(rng, self._in_chunks.most):
-                    yield from read().split()
+                    rows = made_or_fault(read)
+                    yield from [rows] if isinstance(rows, Fault) else rows.split()
                 continue
             number = self._choice.draw(rng)
             recording = self._recordings[number]
@@ -169,14 +194,18 @@ class ArrayWindows(Source):
                 low + int(rng.integers(count))
                 for low, count in zip(recording.low, recording.counts, strict=True)
             ]
-            sample: dict[str, Any] = {}
-            for field, address in recording.addresses.items():
-                with self._opened(address) as array:
-                    sample[field] = array.read(recording.windows[field].box(start))
-            if self._with_position:
-                sample["recording"] = np.int64(number)
-                sample["position"] = np.array(start, np.int64)
-            yield sample
+            yield made_or_fault(partial(self._sample, number, start))
+
+    def _sample(self, number: int, start: Sequence[int]) -> dict[str, Any]:
+        recording = self._recordings[number]
+        sample: dict[str, Any] = {}
+        for field, address in recording.addresses.items():
+            with self._opened(address) as array:
+                sample[field] = array.read(recording.windows[field].box(start))
+        if self._with_position:
+            sample["recording"] = np.int64(number)
+            sample["position"] = np.array(start, np.int64)
+        return sample
 
     def plan_reads(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
         """Yield reads that give as many windows together, each chunk and range of bytes fetched once."""
@@ -250,7 +279,7 @@ class ArrayWindows(Source):
     def _opened(self, address: Address) -> AbstractContextManager[Array]:
         return self._kept.use(address, lambda: self._open(address))
 
-    def _look(self, address: Address) -> Layout:
+    def _look(self, address: Address) -> ArrayLayout:
         array = self._open(address)
         try:
             return array.layout
@@ -258,7 +287,7 @@ class ArrayWindows(Source):
             array.close()
 
     def _recording(
-        self, addresses: dict[str, Address], layouts: dict[str, Layout], where: Mapping[str | int, slice]
+        self, addresses: dict[str, Address], layouts: dict[str, ArrayLayout], where: Mapping[str | int, slice]
     ) -> _Recording:
         """Return arrays that are cut at the same place, with the places.
 
@@ -394,9 +423,20 @@ class _InChunks:
         while (left := rows - int(taken.sum())) > 0:
             more = self._choice.draw_many(rng, -(-left // int(self._taken.max())))
             chosen, taken = np.append(chosen, more), np.append(taken, self._taken[more])
-        starts = [self._kinds[kind].draw(rng, count) for kind, count in zip(chosen, taken, strict=True)]
-        numbers = np.array([kind.recording for kind in self._kinds])[np.repeat(chosen, taken)]
-        return numbers[:rows], np.concatenate(starts)[:rows]
+        taken[-1] += min(0, left)
+        firsts = np.array([self._kinds[kind].draw(rng) for kind in chosen])
+        # One that is drawn again goes on with windows that were not taken.
+        keys = np.column_stack([chosen, firsts])
+        chunks, of_draw = np.unique(keys, axis=0, return_inverse=True)
+        of_row = np.repeat(of_draw.reshape(-1), taken)
+        starts = np.empty((rows, firsts.shape[1]), np.int64)
+        starts[np.argsort(of_row, kind="stable")] = np.concatenate(
+            [
+                self._kinds[kind].windows(rng, first, count)
+                for (kind, *first), count in zip(chunks.tolist(), np.bincount(of_row).tolist(), strict=True)
+            ]
+        )
+        return np.array([kind.recording for kind in self._kinds])[np.repeat(chosen, taken)], starts
 
 
 class _Kind(NamedTuple):
@@ -407,11 +447,17 @@ class _Kind(NamedTuple):
     firsts: list[NDArray[np.int64]]
     taken: int
 
-    def draw(self, rng: np.random.Generator, count: int) -> Places:
-        """Return different windows of one of the chunks."""
-        first = np.array([firsts[rng.integers(len(firsts))] for firsts in self.firsts])
-        chosen = rng.choice(math.prod(self.counts), count, replace=False)
-        return first + np.stack(np.unravel_index(chosen, self.counts), axis=1)
+    def draw(self, rng: np.random.Generator) -> list[int]:
+        """Return the first window of one of the chunks."""
+        return [int(firsts[rng.integers(len(firsts))]) for firsts in self.firsts]
+
+    def windows(self, rng: np.random.Generator, first: Sequence[int], count: int) -> Places:
+        """Return so many windows of a chunk, at random: different ones, or each as often, up to one."""
+        every = math.prod(self.counts)
+        chosen = rng.choice(every, count % every, replace=False)
+        if count >= every:
+            chosen = rng.permutation(np.append(chosen, np.tile(np.arange(every), count // every)))
+        return np.array(first) + np.stack(np.unravel_index(chosen, self.counts), axis=1)
 
 
 def _windows(fields: Sequence[str], window: Lengths | Mapping[str, Lengths]) -> dict[str, tuple[int, ...]]:
@@ -454,7 +500,7 @@ def parse_where(where: Mapping[str | int, slice] | None) -> dict[str | int, slic
 
 
 def parts_of(
-    where: Mapping[str | int, slice], layouts: Mapping[str, Layout], names: Mapping[str, str]
+    where: Mapping[str | int, slice], layouts: Mapping[str, ArrayLayout], names: Mapping[str, str]
 ) -> dict[str, list[slice]]:
     """Return the part of each axis of each field.
 
@@ -489,9 +535,78 @@ def parts_of(
     return parts
 
 
-def _unknown(key: str | int, layouts: Iterable[Layout]) -> str:
+def _unknown(key: str | int, layouts: Iterable[ArrayLayout]) -> str:
     axes = max(len(layout.shape) for layout in layouts)
     named = [*dict.fromkeys(name for layout in layouts for name in layout.names if name is not None)]
     has = f"{', '.join(map(repr, named))}, or by number" if named else "no names of axes, so give a number:"
     near = did_you_mean(key, named) if isinstance(key, str) else ""
     return f"where has an axis {key!r}, which is not there; {near}it has {has} 0 to {axes - 1}"
+
+
+def split_uri(uri: str) -> Address:
+    """Split a URI or path from the name after its #.
+
+    In a local path, which may have a # itself, only after run.h5 or run.zarr, or if what is before it exists
+    and the whole path does not.
+    """
+    if "://" in uri:
+        before, _, inner = uri.partition("#")
+        return Address(before, inner)
+    if match := _FILE.fullmatch(uri):
+        return Address(match[1], match[2])
+    before, _, inner = uri.rpartition("#")
+    if before and inner and os.path.exists(before) and not os.path.exists(uri):
+        return Address(before, inner)
+    return Address(uri, "")
+
+
+def open_array(store: ObjectStore, address: Address, decode: bool) -> Array:
+    """Open an array, and read its metadata.
+
+    Args:
+        decode: have its numbers unpacked, if its attributes say how.
+
+    Raises: FileNotFoundError, PermissionError, OSError: errors of the store. SamplerError: not an array of
+        that format, or a damaged one. ImportError: says what to install. ValueError: an HDF5 file or group
+        without a dataset's name. SchemaError: an attribute of packed numbers that is none.
+    """
+    array = _open(
+        store, address, name := store.name(address.path) + f"#{address.inner}" * bool(address.inner)
+    )
+    if not decode:
+        return array
+    try:
+        return unpacked_array(array, name)
+    except BaseException:
+        array.close()
+        raise
+
+
+def _open(store: ObjectStore, address: Address, name: str) -> Array:
+    path, inner = address
+    if path.endswith(".npy"):
+        if inner:
+            raise ValueError(f"{name}: a .npy file has one array: leave out #{inner}")
+        return NpyArray(store, path)
+    if is_hdf5(address):
+        _require("h5py", name)
+        from arrowcache.sampling.sources.hdf5 import Hdf5Array
+
+        return Hdf5Array(store, path, inner, name)
+    _require("zarr", name)
+    from arrowcache.sampling.sources.zarr3 import ZarrArray
+
+    return ZarrArray(store, path, inner, name)
+
+
+def is_hdf5(address: Address) -> bool:
+    return address.path.endswith(_HDF5)
+
+
+def _require(package: str, name: str) -> None:
+    if not is_installed(package):
+        raise ModuleNotFoundError(
+            f"{name} needs {package}: pip install 'arrowcache[sources]'"
+            + (", with Python 3.11 or newer" if package == "zarr" else ""),
+            name=package,
+        )

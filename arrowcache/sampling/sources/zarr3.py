@@ -13,9 +13,9 @@ import errno
 import json
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from gzip import BadGzipFile
 from typing import Any, TypeVar
 
@@ -29,16 +29,18 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.sources.object_store import ObjectStore, at_once, names_in
-from arrowcache.sampling.sources.pieces import Layout, Pieces, Places, Window, from_pieces, strides_of
+from arrowcache.sampling.reads import Threads, at_once
+from arrowcache.sampling.retries import Retries, in_place_of
+from arrowcache.sampling.sources.arrays import ArrayLayout, Pieces, Places, Window, from_pieces, strides_of
+from arrowcache.sampling.sources.object_store import ObjectStore, names_in
 
 T = TypeVar("T")
 
 _METADATA = "zarr.json"
 _ARRAY_2, _GROUP_2 = ".zarray", ".zgroup"  # of version 2
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # by xarray, in version 2
-_MOST_INDICES = 256  # of shards, that are kept
-_MOST_LOOKED = 256  # folders, for the names of arrays
+_MAX_INDICES = 256  # of shards, that are kept
+_MAX_LOOKED = 256  # folders, for the names of arrays
 _CHUNKS_AT_ONCE = 32  # of a box of many chunks
 _DAMAGED = (
     ValueError,
@@ -81,7 +83,8 @@ class ZarrArray:
         self._decode = _decoder(codecs, self.layout.dtype)
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
-        return self._run(lambda: np.asarray(self._array[tuple(box)]))
+        where = ", ".join(f"{part.start}:{part.stop}" for part in box)
+        return self._run(lambda: np.asarray(self._array[tuple(box)]), f"cells [{where}]: ")
 
     def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
         return from_pieces(self.layout, window, starts, self._read_chunk, pieces)
@@ -94,10 +97,11 @@ class ZarrArray:
         if first != last or self._array.shards is not None:
             return self.read(box)
         decode = self._decode
-        with self._store.fetched(self._array.metadata.encode_chunk_key(tuple(first))) as data:
+        key = self._array.metadata.encode_chunk_key(tuple(first))
+        with self._store.fetched(key) as data:
             if data is None or decode is None:
                 return self.read(box)
-            whole = self._run(lambda: decode(data).reshape(chunks))
+            whole = self._run(lambda: decode(data).reshape(chunks), f"chunk {key}: ")
         return whole[
             tuple(
                 slice(part.start - at * size, part.stop - at * size)
@@ -105,10 +109,10 @@ class ZarrArray:
             )
         ]
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> ArrayLayout:
         shape, dtype = self._array.shape, self._array.dtype
         strides = strides_of(shape, dtype.itemsize)
-        return Layout(shape, dtype, self._array.chunks, strides, self._names())
+        return ArrayLayout(shape, dtype, self._array.chunks, strides, self._names())
 
     def _names(self) -> tuple[str | None, ...]:
         """The names of the axes: of version 3, or as xarray writes them into version 2."""
@@ -130,12 +134,14 @@ class ZarrArray:
     def close(self) -> None:
         self._store.close()
 
-    def _run(self, read: Callable[[], T]) -> T:
+    def _run(self, read: Callable[[], T], where: str = "") -> T:
         try:
             return read()
         except _DAMAGED as error:
             why = " ".join(str(error).split())
-            raise SamplerError(f"{self._name}: cannot be read as Zarr: {why}") from error
+            raise in_place_of(
+                error, SamplerError(f"{self._name}: cannot be read as Zarr: {where}{why}")
+            ) from error
 
 
 def _missing(store: ObjectStore, folder: str, path: str, name: str) -> Exception:
@@ -169,12 +175,12 @@ def _arrays_in(store: ObjectStore, group: str) -> list[str]:
         known = _parsed(store.fetch(f"{group}/.zmetadata"))["metadata"]
         return sorted(key.removesuffix(f"/{_ARRAY_2}") for key in known if key.endswith(f"/{_ARRAY_2}"))
     arrays, looked, groups = [], 0, [""]
-    while groups and looked < _MOST_LOOKED:
+    while groups and looked < _MAX_LOOKED:
         way = groups.pop(0)
         selector = fs.FileSelector(f"{group}/{way}" if way else group)
         infos = store.run(lambda at=selector: store.filesystem.get_file_info(at), group)  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
         folders = sorted(info.base_name for info in infos if info.type == fs.FileType.Directory)
-        inside = [f"{way}/{name}" if way else name for name in folders[: _MOST_LOOKED - looked]]
+        inside = [f"{way}/{name}" if way else name for name in folders[: _MAX_LOOKED - looked]]
         looked += len(inside)
         found = at_once(lambda inner: _kind(*_described(store, f"{group}/{inner}")), inside)
         arrays += [inner for inner, kind in zip(inside, found, strict=True) if kind == "array"]
@@ -274,11 +280,7 @@ class _ReadOnlyStore(ZarrStore):
         super().__init__(read_only=True)
         self._files, self._path, self._described = store, path, described
         self._indices: dict[str, asyncio.Future[bytes]] = {}  # in zarr's thread
-        self._threads = ThreadPoolExecutor(_CHUNKS_AT_ONCE, thread_name_prefix="arrowcache-zarr")
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        super().close()
+        self._threads = Threads(_CHUNKS_AT_ONCE, Retries(0))  # nobody waits for them, as one may hang
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -318,14 +320,15 @@ class _ReadOnlyStore(ZarrStore):
             _fetched.reset(token)
 
     async def exists(self, key: str) -> bool:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._files.is_file, f"{self._path}/{key}")
+        return await asyncio.wrap_future(
+            self._threads.begin(partial(self._files.is_file, f"{self._path}/{key}"))
+        )
 
     async def _index(self, key: str, part: ByteRequest | None) -> bytes:
         """Read the index of a shard once for all of its chunks, each of which asks for it."""
         index = self._indices.get(key)
         if index is None:
-            while len(self._indices) >= _MOST_INDICES:
+            while len(self._indices) >= _MAX_INDICES:
                 del self._indices[next(iter(self._indices))]
             index = self._indices[key] = asyncio.ensure_future(self._wait(key, part))
         try:
@@ -335,7 +338,7 @@ class _ReadOnlyStore(ZarrStore):
             raise
 
     async def _wait(self, key: str, part: ByteRequest | None) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, part)
+        return await asyncio.wrap_future(self._threads.begin(partial(self._read, key, part)))
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes:
         path = f"{self._path}/{key}"

@@ -22,8 +22,8 @@ from arrowcache.arrow.segment import (
     max_rows,
     rewrite,
 )
-from arrowcache.arrow.template import KnownLayouts, make_template
 from arrowcache.native import maps
+from arrowcache.reading.mapped import KnownLayouts, make_template
 
 PAGE = 4096
 WIDE = ac.Schema(

@@ -14,9 +14,10 @@ from hypothesis.extra import numpy as hnp
 
 import arrowcache as ac
 from arrowcache.arrow.convert import count_rows, exact_values, fixed_rows, variable_row
+from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import DTYPES
 
-NUMPY_DTYPES = [name for name in DTYPES if name != "bfloat16"]
+NUMPY_DTYPES = [name for name in DTYPES if not bits_of(name)]
 
 
 def one(kind, value):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schemas import NAMES, schemas
 
 import arrowcache as ac
-from arrowcache.arrow.notation import difference, format_schema, parse_schema, type_name
+from arrowcache.arrow.schema import difference, format_schema, parse_schema, type_name
 
 
 def test_a_schema_is_one_line():

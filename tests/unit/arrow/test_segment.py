@@ -15,9 +15,15 @@ from schemas import checked, schemas
 
 import arrowcache as ac
 from arrowcache.arrow import segment
-from arrowcache.arrow.header import structure_spans
-from arrowcache.arrow.label import labelled
-from arrowcache.arrow.segment import check_bytes, encode, encoded_bytes_bound, max_rows, read_structure
+from arrowcache.arrow.segment import (
+    check_bytes,
+    encode,
+    encoded_bytes_bound,
+    labelled,
+    max_rows,
+    read_structure,
+    structure_spans,
+)
 
 SMALL = ac.Schema(
     {

@@ -18,7 +18,7 @@ from plain_rows import Array, Files, Table, begun, begun_read, checked, columns_
 
 from arrowcache.native import engine
 from arrowcache.native.engine import Failure, copy_values, fetch_rows, fetch_values, find_values, read_values
-from arrowcache.reading.memory import address_of
+from arrowcache.reading.slots import address_of_map
 
 PAGE = 4096
 KIB64 = 64 << 10
@@ -242,7 +242,7 @@ def test_values_of_a_file_that_has_gone_are_not_fetched_by_its_map():
     table, name = Table(files.starts), np.frombuffer(os.fsencode(files.paths[0]) + b"\0", np.uint8)
     nbytes = files.paths[0].stat().st_size
     nothing = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
-    address = address_of(nothing)
+    address = address_of_map(nothing)
     table.put([0], [entry(address, nbytes, files.layouts[0].ctypes.data, name.ctypes.data)])
 
     def body() -> None:

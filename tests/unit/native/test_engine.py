@@ -29,10 +29,15 @@ from slow_pages import SlowPages, require_slow_pages
 
 from arrowcache.limits import Limits
 from arrowcache.native import engine, library
-from arrowcache.native.engine import CopiedColumn, Job, copy_values, fetch_rows, find_values
-from arrowcache.native.rows import SegmentRows
-from arrowcache.native.threads import thread_count
-from arrowcache.native.threads import threads as of_process
+from arrowcache.native.engine import (
+    Job,
+    SegmentRows,
+    copy_values,
+    fetch_rows,
+    find_values,
+    thread_count,
+)
+from arrowcache.native.engine import threads as of_process
 
 SMALL = 4  # rows: their copy is late
 CHUNK_BYTES, HELPED_CHUNKS = 256 << 10, Limits.current.held_gil_chunks
@@ -145,7 +150,7 @@ def test_rows_that_are_released_after_they_were_asked_for_are_refused(no_threads
 @READS
 def test_columns_are_made_once_for_many_jobs(reads):
     files, begin = Files([10, 20], [8, 700, 3]), engine.read_rows if reads else engine.copy_rows
-    columns = engine.CopiedColumns([CopiedColumn(number, width) for number, width in enumerate(files.widths)])
+    columns = engine.CopiedColumns([(number, width, 0) for number, width in enumerate(files.widths)])
     for ids in np.arange(30), np.array([3, 29, 3]):
         arrays = files.outputs(len(ids))
         moved = columns.at(array.ctypes.data for array in arrays)
@@ -374,7 +379,7 @@ def test_memory_may_go_once_asks_and_reads_were_cancelled(begins):
         job = begun_read(rows, ids, arrays := files.outputs(64), drops=bool(rng.integers(2)))
         if begins == "reads":
             wait_until(lambda job=job: Job.has_ended(job), "all to be asked for")
-            job.go_on()
+            job.advance()
             wait_until(arrays[0][:, 0].any, "a thread to begin")
         else:
             time.sleep(rng.random() / 1000)  # before, while and after they are asked for
@@ -693,7 +698,7 @@ def test_ctrl_c_between_its_two_jobs_does_not_keep_a_read_from_its_end(no_thread
     files.drop(range(8))
     job = begun_read(files.table(), ids, files.outputs(len(ids)))
     assert Job.take(job, 60)
-    job.go_on()
+    job.advance()
     with Interruption(2, finalizers=True) as interruption:  # Read.cancel, Job.cancel, what that calls
         job.cancel()
     assert interruption.where

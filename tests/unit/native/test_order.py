@@ -105,6 +105,12 @@ def test_runs_stay_whole_and_each_place_has_its_shift(run_rows, run_count, rest,
         assert one(first, min(100, rows - first)).tolist() == expected[first : first + 100].tolist()
 
 
+def test_runs_without_a_stage_are_refused():
+    runs = Runs(2, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match="give a stage"):
+        Pass(4, runs=runs)
+
+
 def test_many_rows_at_once_are_those_of_a_few_at_a_time():
     one = shuffled(100_000)
     few = [one(first, 100) for first in range(0, 100_000, 100)]

@@ -16,15 +16,13 @@ from quick import SEED, in_part
 
 import arrowcache as ac
 from arrowcache.arrow.schema import Schema
-from arrowcache.read_through.merging import merge
-from arrowcache.read_through.places import INDEX, Places
-from arrowcache.read_through.reader import ReadThrough
-from arrowcache.read_through.trouble import Trouble
+from arrowcache.read_through.item_index import INDEX, ItemIndex
+from arrowcache.read_through.publisher import FailureBackoff, merge
+from arrowcache.read_through.read_through import ReadThrough
 from arrowcache.storage.claims import MERGING, the_only_one
-from arrowcache.storage.layout import CachedItems
-from arrowcache.storage.parts import superseded
+from arrowcache.storage.eviction import superseded
 from arrowcache.storage.recovery import create_store, open_store
-from arrowcache.storage.sizing import settings_of
+from arrowcache.storage.settings import CachedItems, settings_of
 
 SCHEMA = Schema(
     {
@@ -54,9 +52,7 @@ def row(index):
 
 
 def make_store(path, capacity=4 << 20):
-    settings = settings_of(
-        SCHEMA, capacity, SEGMENT, None, 0.0, durable=False, dataset=CachedItems(LENGTH, "")
-    )
+    settings = settings_of(SCHEMA, capacity, SEGMENT, headroom=0.0, dataset=CachedItems(LENGTH, ""))
     return create_store(path, settings, exist_ok=True)
 
 
@@ -90,14 +86,14 @@ def nothing():
     pass
 
 
-def merge_all(store, let_go=nothing):
-    while merge(store, let_go):
+def merge_all(store, release=nothing):
+    while merge(store, release):
         pass
 
 
 def check(store, length=LENGTH):
     """Every item is there, and what it was; as a process sees it that opens the cache now."""
-    places = Places(open_store(store.folder.path, check="bytes"), LENGTH)
+    places = ItemIndex(open_store(store.folder.path, check="bytes"), LENGTH)
     places.refresh()
     try:
         assert places.count == length
@@ -133,7 +129,7 @@ def test_many_small_segments_become_few_full_ones(store):
 
 
 def test_a_reader_goes_on_and_parts_leave_once_nobody_leases_them(store):
-    reader = Places(store, LENGTH)
+    reader = ItemIndex(store, LENGTH)
     reader.refresh()
     before = reader.snapshot
     merge_all(store)
@@ -257,7 +253,7 @@ def test_who_reads_the_cache_itself_sees_each_item_once_while_merged_parts_are_l
 def test_places_are_not_looked_up_again_while_merged_parts_stay(store):
     with ac.Cache(store).snapshot():
         merge_all(store)
-        places = Places(store, LENGTH)
+        places = ItemIndex(store, LENGTH)
         assert places.refresh()
         assert not places.refresh()
         assert places.count == LENGTH
@@ -266,15 +262,15 @@ def test_places_are_not_looked_up_again_while_merged_parts_stay(store):
 
 def test_readers_of_a_dataset_merge_what_they_published(tmp_path):
     store = make_store(tmp_path / "cache")
-    reader = ReadThrough(store, [name for name in SCHEMA if name != INDEX], Trouble())
+    reader = ReadThrough(store, [name for name in SCHEMA if name != INDEX], FailureBackoff())
     for index in range(40):
         wanted = np.array([index])
-        assert reader.claim(wanted).all()
-        reader.put(index, {name: value for name, value in row(index).items() if name != INDEX})
-        reader.publish()
+        assert reader.publisher.claim(wanted).all()
+        reader.publisher.put(index, {name: value for name, value in row(index).items() if name != INDEX})
+        reader.publisher.publish()
     wait_until(lambda: len(names(store)) < 12, "the merges of its thread")
     assert len(reader.find(np.arange(40)).positions) == 40
-    reader.close()
+    reader.publisher.close()
     check(store, 40)
     assert len(names(store)) < 9
 
@@ -289,7 +285,7 @@ def test_small_segments_that_others_left_are_merged_by_who_only_reads(store, who
         wait_until(lambda: [reader.find(np.arange(LENGTH)), len(names(store)) < 9][-1], "the merges")
     else:
         wait_until(lambda: len(names(store)) < 9, "the merges")
-    reader.close()
+    reader.publisher.close()
     check(store, LENGTH)
 
 
@@ -316,7 +312,7 @@ def leased(tmp_path):
 
 def reader_of(path):
     store = open_store(path, check="structure")
-    return ReadThrough(store, [name for name in SCHEMA if name != INDEX], Trouble())
+    return ReadThrough(store, [name for name in SCHEMA if name != INDEX], FailureBackoff())
 
 
 def test_a_snapshot_does_not_lease_merged_parts_that_lie_between_its_segments(leased):
@@ -343,12 +339,12 @@ def test_parts_leave_after_their_last_lease_though_nobody_publishes(leased, who,
         wait_until(lambda: not parts_of(store), "the parts to leave")
     elif who == "opens":
         other = reader_of(store.folder.path)
-        other.rest()
-        other.close()
+        other.publisher.drain()
+        other.publisher.close()
     else:
-        reader.rest() if who == "rests" else reader.close()
+        reader.publisher.drain() if who == "rests" else reader.publisher.close()
     assert not parts_of(store)
-    reader.close()
+    reader.publisher.close()
 
 
 def test_a_reader_that_finds_all_it_wants_lets_go_of_parts_that_others_merged(tmp_path, monkeypatch):
@@ -369,7 +365,7 @@ def test_a_reader_that_finds_all_it_wants_lets_go_of_parts_that_others_merged(tm
     merge_all(store)
     wait_until(lambda: [read(), not parts_of(store) and len(names(store)) < 12][-1], "the parts to leave")
     for reader in readers:
-        reader.close()
+        reader.publisher.close()
 
 
 def test_who_needs_room_takes_merged_parts_back_first(tmp_path):

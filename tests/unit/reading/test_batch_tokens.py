@@ -13,8 +13,7 @@ from quick import some_of
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading.budget import Budget
-from arrowcache.reading.lengths import Lengths
+from arrowcache.reading.per_segment import Lengths
 
 SCHEMA = ac.Schema({"id": ac.Tensor("int64"), "tokens": ac.Ragged("int32"), "count": ac.Tensor("uint16")})
 ROWS, BUDGET = 320, 128
@@ -106,16 +105,18 @@ class Watched:
 
 
 def test_the_lengths_of_new_segments_alone_are_read(cache):
-    lengths, read = Lengths(Budget(BUDGET, "tokens")), list[int]()
+    lengths, read = Lengths("tokens", BUDGET), list[int]()
     for rows in (ROWS, 400, 400):
         append(cache, range(cache.stats().rows, rows))
         with cache.snapshot() as snapshot:
-            assert lengths.of(Watched(snapshot, read)).tolist() == np.maximum(LENGTHS[:rows], 1).tolist()
+            found = lengths.of_selected(Watched(snapshot, read))
+        assert found.tolist() == LENGTHS[:rows].tolist()
     cache.evict(1)
     with cache.snapshot(where=lambda segment: segment.seq % 2) as snapshot:
-        assert len(lengths.of(Watched(snapshot, read))) == 12 * 16
+        assert len(lengths.of_selected(Watched(snapshot, read))) == 12 * 16
     with cache.snapshot() as snapshot:
-        assert lengths.of(Watched(snapshot, read)).tolist() == np.maximum(LENGTHS[16:400], 1).tolist()
+        found = lengths.of_selected(Watched(snapshot, read))
+    assert found.tolist() == LENGTHS[16:400].tolist()
     assert read == [ROWS, 80, *[16] * 12], "every other one was forgotten"
 
 

@@ -18,6 +18,7 @@ from quick import in_part
 from arrowcache.reading.budget import BudgetOrder, batched, bucket_count
 from arrowcache.reading.order import Shard
 from arrowcache.reading.plan import Plan
+from arrowcache.reading.shuffle import Shuffle
 from arrowcache.storage.layout import SegmentInfo
 
 TOKENS = 64
@@ -25,7 +26,7 @@ TOKENS = 64
 
 def plan_of(rows, buckets, shuffle="rows", epoch_rows=None, seed=5, epoch=2) -> Plan:
     rows = np.array(rows, np.int64)
-    return Plan(epoch, seed, shuffle, epoch_rows, 1, 1, np.arange(len(rows)) + 3, rows, 0, buckets)
+    return Plan(epoch, seed, Shuffle(shuffle), epoch_rows, 1, 1, np.arange(len(rows)) + 3, rows, 0, buckets)
 
 
 class Epoch:
@@ -57,9 +58,9 @@ class Epoch:
     def batches(self, first=0, last=None):
         return [self.step(step) for step in range(first, self.steps if last is None else last)]
 
-    def rest(self, steps):
+    def remaining(self, steps):
         """The plan of the rest, as each rank saves and loads it."""
-        (state,) = {json.dumps(order.rest(steps).to_state()) for order in self.ranks}
+        (state,) = {json.dumps(order.remaining(steps).to_state()) for order in self.ranks}
         return Plan.from_state(json.loads(state), has_buckets=True)
 
 
@@ -218,11 +219,11 @@ def test_an_epoch_goes_on_at_any_step_as_if_nothing_had_been(made, world):
     epoch = Epoch(plan, lengths, world=world)
     whole = epoch.batches()
     for step in range(epoch.steps + 1):
-        again = Epoch(epoch.rest(step), lengths, world=world)
+        again = Epoch(epoch.remaining(step), lengths, world=world)
         assert again.batches() == whole[step:]
         assert again.ranks[0].missing == 0
         if again.steps:  # and once more
-            assert Epoch(again.rest(1), lengths, world=world).batches() == whole[step + 1 :]
+            assert Epoch(again.remaining(1), lengths, world=world).batches() == whole[step + 1 :]
 
 
 @pytest.mark.slow
@@ -240,7 +241,7 @@ def test_the_rest_comes_once_with_other_ranks_another_budget_and_less_segments(m
     step = data.draw(st.integers(0, first.steps))
     left = expected_of(plan)
     left.subtract(flat(first.batches(0, step)))
-    rest = first.rest(step)
+    rest = first.remaining(step)
     for there in (present, fewer):
         missing = sum(count for row, count in left.items() if of_segment[row] not in there)
         left = Counter({row: count for row, count in left.items() if of_segment[row] in there and count})
@@ -251,15 +252,15 @@ def test_the_rest_comes_once_with_other_ranks_another_budget_and_less_segments(m
         assert (left - found).total() < world
         step = data.draw(st.integers(0, epoch.steps))
         left.subtract(flat(epoch.batches(0, step)))
-        rest = epoch.rest(step)
+        rest = epoch.remaining(step)
 
 
 def test_a_state_within_a_bucket_has_a_bit_for_each_of_its_rows():
     lengths = np.random.default_rng(0).integers(1, 100, 5000).astype(np.int32)
     epoch = Epoch(plan_of([5000], 5), lengths, 1000)
-    state = epoch.rest(20).to_state()
+    state = epoch.remaining(20).to_state()
     assert len(json.dumps(state)) < 300 + 1000 / 8 * 4 / 3
-    bare = [step for step in range(epoch.steps) if not epoch.rest(step).taken]
+    bare = [step for step in range(epoch.steps) if not epoch.remaining(step).taken]
     assert len(bare) == 5, "where a bucket begins, nothing is to be told"
 
 
@@ -271,14 +272,14 @@ def test_a_state_within_a_bucket_has_a_bit_for_each_of_its_rows():
     ],
 )  # fmt: skip
 def test_a_damaged_state_is_refused(change):
-    state = Epoch(plan_of([50], 5), np.full(50, 20, np.int32)).rest(1).to_state()
+    state = Epoch(plan_of([50], 5), np.full(50, 20, np.int32)).remaining(1).to_state()
     assert state["position"] == 3
     with pytest.raises(ValueError, match="the state is damaged"):
         Plan.from_state(state | change, has_buckets=True)
 
 
 def test_a_state_of_the_other_kind_goes_on_with_the_next_epoch():
-    begun = Epoch(plan_of([50], 5), np.full(50, 20, np.int32)).rest(1)
+    begun = Epoch(plan_of([50], 5), np.full(50, 20, np.int32)).remaining(1)
     for plan, has_buckets in ((begun, False), (replace(begun, buckets=0, taken=b""), True)):
         state = plan.to_state()
         with pytest.raises(

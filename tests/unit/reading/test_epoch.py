@@ -1,4 +1,4 @@
-"""An epoch owns its lease, its part in the ranks' agreement and what the cache counted: it ends by `end`."""
+"""An epoch owns its lease, its part in the ranks' shared plan and the cache's counts: it ends by `end`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from helpers import publish
 
 from arrowcache.native import maps
 from arrowcache.reading.epoch import Epochs
-from arrowcache.reading.membership import Membership
-from arrowcache.reading.options import LoaderOptions
+from arrowcache.reading.options import LoaderOptions, RankInfo
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.folder import Folder
 
 ROWS = 64
 
 
-@pytest.fixture(params=[None, Membership(0, 2, "job", 1)], ids=["alone", "of two ranks"])
+@pytest.fixture(params=[None, RankInfo(0, 2, "job", 1)], ids=["alone", "of two ranks"])
 def epochs(cache, request):
     epochs = Epochs(cache.store, LoaderOptions(cache.store.settings, 8, timeout=1.0), Meter())
     epochs.join(request.param)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from plain_rows import threads
 
 from arrowcache import Binary, Ragged, Schema, String, Tensor
-from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.native import engine
-from arrowcache.native.engine import CopiedColumn, copy_rows, read_rows
-from arrowcache.native.rows import SegmentRows
-from arrowcache.reading.gather import Gather, Gatherer, OutsideError, ValuesGather
+from arrowcache.native.engine import SegmentRows, copy_rows, read_rows
+from arrowcache.reading.columns import Columns
+from arrowcache.reading.gather import PendingRead, PendingValues, ReadMode, RowOutOfRangeError, lengths
+from arrowcache.reading.slots import GivenArrays
 
 TEXTS = ["", "a", "été", "longer than the others, by far", "ß", "five", "six" * 50, "7"]
 WIDTH = 3
@@ -52,20 +52,32 @@ def fixed_of(segment, ids, width=WIDTH):
     """A copy of the fixed column, and where it goes."""
     out = np.zeros((len(ids), width), np.uint8)
     begin = read_rows if segment.is_cold else copy_rows
-    return begin(
-        segment.table, np.asarray(ids), [CopiedColumn(0, width, out.ctypes.data)], (segment, out)
-    ), out
+    return begin(segment.table, np.asarray(ids), [(0, width, out.ctypes.data)], (segment, out)), out
 
 
 def texts_of(segment, ids, kind=String(), name="text"):  # noqa: B008
+    column = Columns.of(Schema({"fixed": Tensor("uint8", (WIDTH,)), name: kind}), [name])[name]
     found = engine.find_values(
-        segment.table, np.asarray(ids), 1, element_bytes(kind), segment, on_disk=segment.is_cold
+        segment.table, np.asarray(ids), 1, column.element_bytes, segment, on_disk=segment.is_cold
     )
-    return ValuesGather(found, kind, name, is_cold=segment.is_cold)
+    return PendingValues(found, column, is_cold=segment.is_cold)
 
 
-def gather_of(*parts, then=None):
-    gather = Gather(then=then)
+class Reader:
+    """A read of no snapshot."""
+
+    drops = False
+
+    def __init__(self, then=lambda: None):
+        self.read_mode, self.end = ReadMode(), then
+
+    def doubt(self, row):
+        return str(row)
+
+
+def gather_of(*parts, then=lambda: None):
+    columns = Columns(part.column for part in parts if isinstance(part, PendingValues))
+    gather = PendingRead(Reader(then), np.arange(8), GivenArrays({}), columns)
     for part in parts:
         gather.add(part)
     return gather
@@ -88,8 +100,7 @@ def test_all_columns_of_any_rows_are_gathered(ids, is_cold):
     segment, ids = Segment(is_cold=is_cold), np.array(ids, np.int64)
     copy, out = fixed_of(segment, ids)
     gather = gather_of(copy, texts_of(segment, ids))
-    assert gather.wait() is gather
-    assert gather.values() == {"text": [TEXTS[number] for number in ids]}
+    assert gather.result() == {"text": [TEXTS[number] for number in ids]}
     assert np.array_equal(out, segment.fixed[ids])
     assert gather.missed == 0
 
@@ -100,7 +111,7 @@ def test_each_type_of_variable_length_is_shown_as_its_own(is_cold):
     segment, ids = Segment(is_cold=is_cold, values=values, item_bytes=4), [3, 0, 1, 2, 2]
     ragged, binary = Ragged("float32", (2,)), Segment(is_cold=is_cold, values=values)
     gather = gather_of(texts_of(segment, ids, ragged, "boxes"), texts_of(binary, ids, Binary(), "data"))
-    found = gather.wait().values()
+    found = gather.result()
     assert found["data"] == [values[number] for number in ids]
     boxes = found["boxes"]
     assert boxes.data.shape == (13, 2)
@@ -111,7 +122,7 @@ def test_each_type_of_variable_length_is_shown_as_its_own(is_cold):
 def test_a_gather_of_nothing_has_ended():
     gather = gather_of()
     assert gather.take(0)
-    assert gather.values() == {}
+    assert gather.result() == {}
     assert gather.missed == 0
     gather.cancel()
 
@@ -138,30 +149,30 @@ def test_values_that_were_found_are_read_without_a_take(copies):
     """Else nobody would begin to read them before somebody waits for them."""
     gather = texts_of(Segment(is_cold=True), range(8))
     gather.found.take(DEADLINE_SECONDS)
-    gather.go_on()
+    gather.advance()
     assert len(copies) == 1
-    gather.go_on()
+    gather.advance()
     assert len(copies) == 1, "once"
     assert gather.take(DEADLINE_SECONDS)
-    assert gather.column() == TEXTS
+    assert gather.finish(None) == TEXTS
 
 
 def test_what_was_not_found_yet_is_not_copied(no_threads, copies):
     values = texts_of(Segment(is_cold=True), range(8))
     gather = gather_of(values)
-    gather.go_on()
+    gather.advance()
     assert not copies
     assert not gather.take(0)
-    assert gather.wait().values() == {"text": TEXTS}
+    assert gather.result() == {"text": TEXTS}
 
 
 @pytest.mark.parametrize("wrong", [-1, len(TEXTS)])
 def test_a_row_out_of_range_is_named(wrong, segment):
     ids = [0, 1, wrong]
-    with pytest.raises(OutsideError) as caught:
+    with pytest.raises(RowOutOfRangeError) as caught:
         gather_of(fixed_of(segment, ids)[0]).take(DEADLINE_SECONDS)
     assert caught.value.index == 2
-    with pytest.raises(OutsideError) as caught:
+    with pytest.raises(RowOutOfRangeError) as caught:
         gather_of(texts_of(segment, ids)).take(DEADLINE_SECONDS)
     assert caught.value.index == 2
 
@@ -169,10 +180,10 @@ def test_a_row_out_of_range_is_named(wrong, segment):
 def test_rows_that_were_released_meanwhile_are_refused_when_they_are_taken():
     segment, out = Segment(is_cold=False), np.zeros((1, WIDTH), np.uint8)
     rows = segment.table
-    gather = gather_of(copy_rows(rows, np.array([0]), [CopiedColumn(0, WIDTH, out.ctypes.data)], out))
+    gather = gather_of(copy_rows(rows, np.array([0]), [(0, WIDTH, out.ctypes.data)], out))
     rows.release(1)
     for _ in range(2):
-        with pytest.raises(OutsideError):
+        with pytest.raises(RowOutOfRangeError):
             gather.take(0)
     assert not out.any()
 
@@ -184,7 +195,7 @@ def test_offsets_that_were_altered_are_found_and_nothing_is_copied(number, value
     segment.set_offset(number, value)
     values = texts_of(segment, range(8))
     values.found.take(DEADLINE_SECONDS)
-    values.go_on()  # it says nothing: whoever takes it is told
+    values.advance()  # it says nothing: whoever takes it is told
     gather = gather_of(values)
     for _ in range(2):
         with pytest.raises(CorruptSegmentError, match="offsets of column 'text' point out of their file"):
@@ -197,23 +208,23 @@ def test_items_are_counted_without_being_read():
     values = [b"abcdefgh", b"", b"abcd"]
     segment = Segment(values=values, item_bytes=2)
     schema = Schema({"fixed": Tensor("uint8", (WIDTH,)), "pairs": Ragged("uint16", (2,))})
-    gatherer = Gatherer(schema, segment.table)
-    assert gatherer.lengths(np.arange(3), "pairs", segment, str).tolist() == [2, 0, 1]
-    assert gatherer.lengths(np.arange(1, 3), "pairs", segment, str).tolist() == [0, 1]
+    rows, column = segment.table, Columns.of(schema, ["pairs"])["pairs"]
+    assert lengths(rows, np.arange(3), column, Reader()).tolist() == [2, 0, 1]
+    assert lengths(rows, np.arange(1, 3), column, Reader()).tolist() == [0, 1]
     segment.set_offset(2, 1)
     with pytest.raises(CorruptSegmentError, match="offsets of column 'pairs' point out of their file"):
-        gatherer.lengths(np.arange(3), "pairs", segment, str)
+        lengths(rows, np.arange(3), column, Reader())
 
 
 def test_a_text_that_is_none_is_found():
     gather = gather_of(texts_of(Segment(values=[b"good", b"\xff\xfe"]), [0, 1]))
     with pytest.raises(CorruptSegmentError, match="a text is not valid UTF-8"):
-        gather.wait().values()
+        gather.result()
 
 
 def test_its_end_is_told_once():
     ended = []
-    for end in (Gather.wait, lambda gather: gather.take(0), Gather.cancel):
+    for end in (PendingRead.wait, lambda gather: gather.take(0), PendingRead.cancel):
         gather = gather_of(fixed_of(Segment(), [1])[0], then=lambda: ended.append(1))
         end(gather)
         assert ended == [1]
@@ -289,5 +300,5 @@ def test_after_it_was_cancelled_no_values_are_copied(no_threads, copies, is_take
         values.found.take(DEADLINE_SECONDS)
     gather = gather_of(values)
     gather.cancel()
-    gather.go_on()
+    gather.advance()
     assert not copies

@@ -27,7 +27,7 @@ from processes import Child
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading.plan import SHUFFLES
+from arrowcache.reading.shuffle import Shuffle
 
 EVERY_ROW = list(range(5000))
 _OLDEST_TWO = 2656  # rows of two of the four segments of `nearly_full`
@@ -69,7 +69,7 @@ def _quietly():
 # where nobody writes
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shuffle", [each.value for each in Shuffle])
 def test_every_epoch_of_a_cache_to_which_nobody_writes_has_every_row(idle, shuffle):
     with loader_of(idle, shuffle=shuffle) as loader:
         for _ in range(2):

@@ -21,7 +21,7 @@ from slow_pages import SlowPages, require_slow_pages
 
 import arrowcache as ac
 from arrowcache.native import engine
-from arrowcache.native.threads import threads as of_process
+from arrowcache.native.engine import threads as of_process
 from arrowcache.reading import gather
 from arrowcache.reading.assembly import Memory
 from arrowcache.reading.slots import Slots
@@ -136,7 +136,7 @@ def test_where_no_thread_can_be_started_ctrl_c_waits(cache, pages, monkeypatch):
 def begun_gather(cache: ac.Cache, snapshot: ac.Snapshot, pages: SlowPages) -> Any:
     image = cache.schema.fixed["image"]
     slots = Slots({"image": (image.shape, image.numpy_dtype)}, 8, 1, lambda nbytes: slow(pages, nbytes))
-    begun = snapshot.begin_gather(np.arange(8), ["image"], slots.lend(8))
+    begun = snapshot.read(np.arange(8), snapshot.columns_of(["image"]), slots.lend(8))
     while not pages.touched.is_set():
         begun.take(0)
     return begun
@@ -152,7 +152,7 @@ def test_a_gather_that_dies_while_the_kernel_holds_its_thread_leaves_lease_and_m
 
     def body() -> None:
         pages, snapshot = SlowPages(are_held=True), cache.snapshot()
-        snapshot.temperature.is_cold = cold
+        snapshot.read_mode.is_cold = cold
         if not cold:  # else this thread would help, with the GIL
             limit(monkeypatch, held_gil_chunks=0)
         begun = begun_gather(cache, snapshot, pages)
@@ -180,6 +180,7 @@ def test_a_fetch_that_is_dropped_while_the_kernel_holds_its_thread_leaves_lease_
         snapshot.map_all()
         fetch = snapshot.fetch(0, ROWS, ["id", "image"])
         monkeypatch.setattr(engine.library, "engine_cancel", lambda *_: 1)
+        monkeypatch.setattr(engine.quick, "engine_cancel", lambda *_: 1)
         del fetch
         snapshot.close()
         del snapshot
@@ -190,8 +191,16 @@ def test_a_fetch_that_is_dropped_while_the_kernel_holds_its_thread_leaves_lease_
         pass
 
 
-def fails(*_: Any, **__: Any) -> Any:
-    raise MemoryError
+def no_memory_for(length: int, dtype: Any) -> Any:
+    """`np.empty`, which has none for such an array."""
+    empty = np.empty
+
+    def allocate(*arguments: Any, **options: Any) -> Any:
+        if arguments == (length, dtype):
+            raise MemoryError
+        return empty(*arguments, **options)
+
+    return allocate
 
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
@@ -202,12 +211,13 @@ def test_what_was_begun_before_an_error_has_ended_when_it_comes(tmp_path, monkey
     with cache.writer() as writer:
         for number in range(64):
             writer.append(data=np.full(64 << 10, number + 1, np.uint8), name=str(number))
-    for function in ("find_values", "aligned"):
+    name_bytes = 10 + 54 * 2
+    for length, dtype in ((64, np.int64), (name_bytes, np.uint8)):  # the names' places, or the names
         with cache.snapshot() as snapshot, pytest.MonkeyPatch.context() as patched, engine_threads(1):
             snapshot.map_all()
-            snapshot.temperature.is_cold = cold
-            patched.setattr(gather if function == "aligned" else engine, function, fails)
+            snapshot.read_mode.is_cold = cold
             out = np.zeros((64, 64 << 10), np.uint8)
+            patched.setattr(np, "empty", no_memory_for(length, dtype))
             with pytest.raises(MemoryError) as caught:
                 snapshot.gather(range(64), out={"data": out})
             snapshot.close()
@@ -224,7 +234,7 @@ def test_what_was_begun_before_an_error_has_ended_when_it_comes(tmp_path, monkey
 def test_a_forked_child_lets_go_of_a_gather_although_a_lock_is_held_for_ever(cache):
     with engine_threads(0), cache.snapshot() as snapshot:
         slots = Slots({"id": ((), np.dtype(np.int64))}, ROWS)
-        kept = [snapshot.begin_gather(np.arange(ROWS), ["id"], slots.lend(ROWS))]
+        kept = [snapshot.read(np.arange(ROWS), snapshot.columns_of(["id"]), slots.lend(ROWS))]
         fetched = [snapshot.fetch(0, ROWS, ["id"])]
 
         def body() -> None:
@@ -234,7 +244,7 @@ def test_a_forked_child_lets_go_of_a_gather_although_a_lock_is_held_for_ever(cac
 
         with held_by_another_thread(snapshot), in_child(body):
             pass
-        assert kept[0].wait().values() == {}
+        kept[0].wait()
         assert snapshot.gather(range(ROWS))["id"].tolist() == list(range(ROWS))
 
 
@@ -242,7 +252,7 @@ def test_a_job_that_is_dropped_when_the_engines_module_is_gone_waits_for_nothing
     """As at the end of the interpreter, where nothing is unmapped any more."""
     with engine_threads(0), cache.snapshot() as snapshot:
         slots = Slots({"id": ((), np.dtype(np.int64))}, ROWS)
-        begun = snapshot.begin_gather(np.arange(ROWS), ["id"], slots.lend(ROWS))
+        begun = snapshot.read(np.arange(ROWS), snapshot.columns_of(["id"]), slots.lend(ROWS))
         with pytest.MonkeyPatch.context() as gone:
             gone.setattr(engine, "threads", None)
             begun.cancel()

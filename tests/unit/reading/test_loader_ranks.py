@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ from helpers import (
 )
 
 from arrowcache import Loader
-from arrowcache.reading import epoch as epoch_module
+from arrowcache.storage.layout import RanksRecord
 
 SHUFFLES = ["rows", "window", "blocks", None]
 ROWS = 157  # nine segments of 16 and one of 13
@@ -55,11 +56,15 @@ def test_epoch_rows_are_of_all_ranks_together(cache, epoch_rows):
     close(loaders)
 
 
-def test_ranks_whose_releases_have_different_orders_do_not_agree(cache, monkeypatch):
+def test_ranks_whose_releases_have_different_orders_do_not_agree(cache):
     loaders = ranks_of(cache, 2)
     first = iter(loaders[0])
-    monkeypatch.setattr(epoch_module, "ORDER_VERSION", 99)
-    with pytest.raises(ValueError, match=r"order_version is 99 here and \d+ there"):
+    (file,) = cache.store.folder.ranks.iterdir()
+    data = file.read_bytes()
+    record = RanksRecord.unpack(data)
+    altered = dataclasses.replace(record, terms={**record.terms, "order_version": 99})
+    file.write_bytes(altered.pack() + data.partition(b"\n")[2])
+    with pytest.raises(ValueError, match=r"order_version is \d+ here and 99 there"):
         iter(loaders[1])
     del first
     close(loaders)
@@ -81,7 +86,7 @@ def test_a_rank_that_comes_late_gets_the_rows_that_the_first_has_finished_with(c
     loaders = ranks_of(cache, 2)
     first = ids_of(loaders[0])
     publish(cache, 8, first=200)
-    assert cache.evict("1GB") == 0, "the agreement keeps them"
+    assert cache.evict("1GB") == 0, "the shared_plan keeps them"
     second = ids_of(loaders[1])
     assert len(set(first + second)) == 144
     assert max(first + second) < ROWS

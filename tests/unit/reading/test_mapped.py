@@ -21,10 +21,14 @@ from helpers import (
     segment_files,
     seqs,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from page_cache import drop_from_memory, resident_bytes
 
 import arrowcache as ac
 from arrowcache.native import maps
+from arrowcache.reading.mapped import SegmentArrays
+from arrowcache.storage.layout import SegmentInfo
 
 ROWS = 96  # six segments
 
@@ -263,3 +267,46 @@ def test_to_map_a_segment_reads_its_headers_and_offsets_alone(tmp_path):
         with cache.snapshot() as snapshot:
             snapshot.map_all()
             assert 0 < resident_bytes(file) <= 64 << 10
+
+
+# facts of segments as arrays
+
+
+def listed(numbers, salt=0):
+    return [SegmentInfo(seq, 1 + (seq + salt) % 7, "", 100 + seq, 4096, seq / 8) for seq in sorted(numbers)]
+
+
+def told(arrays):
+    return [[*arrays.segments], *[column.tolist() for column in arrays[1:]]]
+
+
+numbers = st.sets(st.integers(0, 12))
+
+
+@given(numbers, numbers, st.booleans())
+def test_what_was_known_before_makes_no_difference(before, after, is_other):
+    """Also of segments of the same numbers that are others."""
+    known = SegmentArrays.of(listed(before))
+    segments = listed(after, salt=is_other)
+    arrays = SegmentArrays.of(segments, known)
+    assert told(arrays) == told(SegmentArrays.of(segments))
+    assert [*zip(*told(arrays)[1:], strict=True)] == [
+        (s.seq, s.rows, s.nbytes, s.published) for s in segments
+    ]
+    assert [column.dtype for column in arrays[1:]] == [np.int64] * 3 + [np.float64]
+
+
+def test_segments_that_were_known_are_not_looked_at_again():
+    segments = listed(range(100))
+    known = SegmentArrays.of(segments)
+
+    class Untouched:
+        seq = 60
+
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    unseen = [Untouched() for _ in range(40)]
+    mixed = SegmentArrays((*segments[:60], *unseen), *known[1:])
+    arrays = SegmentArrays.of([*unseen, *listed([100])], mixed)
+    assert arrays.seqs.tolist() == [*range(60, 101)]

@@ -11,8 +11,9 @@ from helpers import goes_unheld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrowcache.reading.order import EpochOrder, Shard
-from arrowcache.reading.plan import SHUFFLES, Plan
+from arrowcache.reading.order import EvenOrder, Shard
+from arrowcache.reading.plan import Plan
+from arrowcache.reading.shuffle import Shuffle
 
 segment_sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 few_segments = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -22,7 +23,7 @@ epoch_rows_or_none = st.none() | st.integers(1, 500)
 # One shuffle and what it needs; `block_rows` for resumes with another batch size.
 shuffles = st.fixed_dictionaries(
     {
-        "shuffle": st.sampled_from(SHUFFLES),
+        "shuffle": st.sampled_from(Shuffle),
         "window_rows": st.integers(1, 1500),
         "block_rows": st.integers(1, 70),
     }
@@ -44,8 +45,8 @@ def make(
 ):  # fmt: skip
     rows, block_rows = np.array(segments, np.int64), block_rows or batch_size
     seqs = np.arange(len(rows))
-    plan = Plan(epoch, seed, shuffle, epoch_rows, window_rows, block_rows, seqs, rows, start)
-    return EpochOrder(plan, batch_size, shard or Shard(), drop_last)
+    plan = Plan(epoch, seed, Shuffle(shuffle), epoch_rows, window_rows, block_rows, seqs, rows, start)
+    return EvenOrder(plan, batch_size, shard or Shard(), drop_last)
 
 
 def make_ranks(world, *arguments, **options):
@@ -137,7 +138,7 @@ def test_any_part_of_an_epoch_is_what_it_is_within_the_whole(
     assert part.tolist() == whole[first * batch_size : last * batch_size]
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shuffle", Shuffle)
 def test_an_epoch_may_have_more_rows_than_memory_has_bytes(shuffle):
     options = {"shuffle": shuffle, "window_rows": 2**40, "epoch_rows": 2**62}
     order = make([2**56, 2**55], 16, **options)

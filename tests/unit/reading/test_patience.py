@@ -15,8 +15,8 @@ from quick import one_in
 
 import arrowcache as ac
 from arrowcache import Loader, SamplerPool
+from arrowcache.storage.counters import SamplerPage
 from arrowcache.storage.locks import LockFile
-from arrowcache.storage.progress import Progress
 
 QUICK = {"progress": False, "workers": 1}
 SECONDS = 0.5  # a timeout
@@ -28,11 +28,11 @@ def cache(tmp_path):
 
 
 @pytest.fixture
-def progress(cache):
+def page(cache):
     """What a sampler of the cache shows."""
-    progress = Progress.open(cache.path, "default.0", 0)
-    yield progress
-    progress.close()
+    page = SamplerPage.open(cache.path, "default.0", 0)
+    yield page
+    page.close()
 
 
 def too_late(cache, batch_size: int = 16, **options) -> str:
@@ -88,9 +88,9 @@ def _attempt(action, failed) -> None:
         failed.append(error)
 
 
-def test_it_gives_up_once_no_sampler_has_drawn_for_so_long_and_says_what_was_drawn(cache, progress):
-    progress.begin(0, 512)
-    progress.count(310, 512)
+def test_it_gives_up_once_no_sampler_has_drawn_for_so_long_and_says_what_was_drawn(cache, page):
+    page.begin(0, 512)
+    page.count(310, 512)
     text = too_late(cache, 64)
     assert (
         f"waited {SECONDS:g} s for 64 rows in {cache.path}, which has 0: samplers have drawn 310 of 512"
@@ -102,9 +102,9 @@ def test_it_gives_up_once_no_sampler_has_drawn_for_so_long_and_says_what_was_dra
 
 
 @pytest.mark.slow
-def test_what_several_samplers_have_drawn_is_told_together(cache, progress):
-    other = Progress.open(cache.path, "default.0", 0)
-    progress.begin(0, 4)
+def test_what_several_samplers_have_drawn_is_told_together(cache, page):
+    other = SamplerPage.open(cache.path, "default.0", 0)
+    page.begin(0, 4)
     other.begin(1, 8)
     assert "samplers have drawn 0 of 12 rows of their first segments, none so far: " in too_late(cache)
     publish(cache, 1)
@@ -116,10 +116,10 @@ def test_what_several_samplers_have_drawn_is_told_together(cache, progress):
     other.close()
 
 
-def test_samplers_that_wait_for_room_are_told_apart_from_slow_ones(cache, progress):
-    progress.begin(0, 16)
-    progress.count(16, 16)
-    progress.wait()
+def test_samplers_that_wait_for_room_are_told_apart_from_slow_ones(cache, page):
+    page.begin(0, 16)
+    page.count(16, 16)
+    page.wait()
     text = too_late(cache)
     assert "samplers have drawn 16 of 16 rows" in text
     assert "wait for room" in text
@@ -134,10 +134,10 @@ def test_without_any_sampler_it_says_so(cache):
         assert "somebody writes to it, but no sampler is seen at work on this machine" in too_late(cache)
 
 
-def test_a_sampler_between_two_tasks_counts_by_its_last_row_but_is_not_told_of(cache, progress):
-    progress.begin(0, 16)
-    progress.count(16, 16)
-    progress.end()
+def test_a_sampler_between_two_tasks_counts_by_its_last_row_but_is_not_told_of(cache, page):
+    page.begin(0, 16)
+    page.count(16, 16)
+    page.end()
     started = time.monotonic()
     assert "is a sampler running" in too_late(cache)
     assert time.monotonic() - started >= SECONDS
@@ -146,14 +146,14 @@ def test_a_sampler_between_two_tasks_counts_by_its_last_row_but_is_not_told_of(c
 class Publishing:
     """Publishes a segment each tenth of a timeout, and has a sampler draw, until it is left."""
 
-    def __init__(self, cache, progress) -> None:
-        self._cache, self._progress, self._ends = cache, progress, threading.Event()
+    def __init__(self, cache, page) -> None:
+        self._cache, self._page, self._ends = cache, page, threading.Event()
         self._thread = threading.Thread(target=self._work)
 
     def _work(self) -> None:
         while not self._ends.wait(SECONDS / 10):
-            self._progress.begin(0, 16)
-            self._progress.count(1, 16)
+            self._page.begin(0, 16)
+            self._page.count(1, 16)
             publish(self._cache, 1)
 
     def __enter__(self) -> None:
@@ -164,8 +164,8 @@ class Publishing:
         self._thread.join(DEADLINE_SECONDS)
 
 
-def test_samplers_whose_segments_a_where_refuses_are_not_waited_for_for_ever(cache, progress):
-    with Publishing(cache, progress):
+def test_samplers_whose_segments_a_where_refuses_are_not_waited_for_for_ever(cache, page):
+    with Publishing(cache, page):
         text = too_late(cache, where=lambda _: False)
     assert f"for {SECONDS:g} s segments were published in {cache.path}, and `where` refuses all " in text
     assert "look at what `where` accepts" in text
@@ -173,14 +173,14 @@ def test_samplers_whose_segments_a_where_refuses_are_not_waited_for_for_ever(cac
 
 def test_a_full_cache_that_evicts_as_much_as_comes_is_not_waited_for_for_ever(tmp_path):
     cache = make_cache(tmp_path / "cache", capacity="256KiB")
-    with closing(Progress.open(cache.path, "default.0", 0)) as progress, Publishing(cache, progress):
+    with closing(SamplerPage.open(cache.path, "default.0", 0)) as page, Publishing(cache, page):
         text = too_late(cache, wait_rows=230)  # which the capacity would hold, without what a file adds
     assert "where 230 are waited for: it is full, with a capacity of 256.0 KiB, and evicts" in text
     assert text.endswith("lower wait_rows or batch_size, or raise the capacity")
 
 
-def test_rows_that_grow_are_waited_for_however_long_it_takes(cache, progress):
-    with Publishing(cache, progress), Loader(cache, 16, wait_rows=600, timeout=SECONDS) as loader:
+def test_rows_that_grow_are_waited_for_however_long_it_takes(cache, page):
+    with Publishing(cache, page), Loader(cache, 16, wait_rows=600, timeout=SECONDS) as loader:
         assert next(iter(loader))
 
 
@@ -380,12 +380,12 @@ def test_a_where_that_refuses_every_row_of_a_finite_cache_is_told_at_once(cache,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("why", ["a writer", "a sampler", "nothing there yet", "wait_rows", "a pace"])
-def test_a_cache_that_may_get_more_rows_is_waited_for(cache, progress, why):
+def test_a_cache_that_may_get_more_rows_is_waited_for(cache, page, why):
     options = {"wait_rows": 64} if why in ("wait_rows", "nothing there yet") else {}
     if why != "nothing there yet":
         publish(cache, 1)
     if why == "a sampler":
-        progress.begin(0, 16)
+        page.begin(0, 16)
     if why == "a pace":
         cache.set_pace(ac.Pace(min_rows=64))
     sign = closing(cache.store.usage.show_writing()) if why == "a writer" else nullcontext()

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrowcache.reading.order import EpochOrder, ResumedOrder, Shard, order_of
+from arrowcache.reading.order import EvenOrder, Shard
 from arrowcache.reading.plan import Plan
+from arrowcache.reading.shuffle import Shuffle
 from arrowcache.storage.layout import SegmentInfo
 
 SHUFFLES = ["rows", "window", "blocks", None]
@@ -22,7 +23,7 @@ def plan(rows, *, seqs=None, shuffle="rows", epoch_rows=None, position=0, block_
     return Plan(
         epoch=2,
         seed=5,
-        shuffle=shuffle,
+        shuffle=Shuffle(shuffle),
         epoch_rows=epoch_rows,
         window_rows=17,
         block_rows=block_rows,
@@ -152,7 +153,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
     draw = data.draw
     present = draw(st.lists(st.sampled_from(range(len(made.seqs))), unique=True).map(sorted), "present")
     size, world = draw(st.integers(1, 9), "batch"), draw(st.integers(1, 3), "world")
-    planned = EpochOrder(made, 1, Shard(), False)
+    planned = EvenOrder(made, 1, Shard(), False)
     position = draw(st.integers(0, planned.steps), "position")
     rest = made.at(position)
     expected = [
@@ -160,7 +161,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
         for pair in named(made, list(range(len(made.seqs))), planned.batches(position, planned.steps))
         if pair[0] in {int(made.seqs[i]) for i in present}
     ]
-    orders = [order_of(rest, segments(made, present), size, Shard(r, world), False) for r in range(world)]
+    orders = [EvenOrder(rest, size, Shard(r, world), False, segments(made, present)) for r in range(world)]
     assert len({order.steps for order in orders}) == 1
     found, starts = [], []
     for step in range(orders[0].steps):
@@ -179,7 +180,7 @@ def test_rows_of_segments_that_are_gone_are_passed_over_and_all_others_come_once
     assert found[: len(expected)] == expected
     assert len(found) - len(expected) < size * world
     if len(present) < len(made.seqs):
-        assert isinstance(orders[0], ResumedOrder)
+        assert not orders[0].is_whole
         assert orders[0].missing == planned.steps - position - len(expected)
 
 
@@ -190,9 +191,9 @@ def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):
     draw = data.draw
     present = draw(st.lists(st.sampled_from(range(len(made.seqs))), unique=True, min_size=1).map(sorted))
     size = draw(st.integers(1, 7), "batch")
-    whole = order_of(made, segments(made, present), size, Shard(), False)
+    whole = EvenOrder(made, size, Shard(), False, segments(made, present))
     expected = named(made, present, whole.batches(0, whole.steps))
-    first = order_of(made, segments(made, present), size, Shard(), False)
+    first = EvenOrder(made, size, Shard(), False, segments(made, present))
     steps = draw(st.integers(0, first.steps), "steps")
     group = draw(st.integers(1, 5), "group")
     done = 0
@@ -201,20 +202,20 @@ def test_a_resumed_epoch_can_be_resumed_again_at_any_step(made, data):
         last = min(done + group, steps)
         delivered += named(made, present, first.batches(done, last))
         done = last
-    again = order_of(made.at(first.position_after(steps)), segments(made, present), size, Shard(), False)
+    again = EvenOrder(made.at(first.position_after(steps)), size, Shard(), False, segments(made, present))
     assert delivered + named(made, present, again.batches(0, again.steps)) == expected
 
 
 def test_survivors_tell_the_position_after_any_step_that_was_made_in_any_order():
     made = plan([10, 10, 10], shuffle=None)
-    order = order_of(made, segments(made, [0, 2]), 8, Shard(), False)
+    order = EvenOrder(made, 8, Shard(), False, segments(made, [0, 2]))
     order.batches(0, order.steps)
     assert [order.position_after(step) for step in (3, 1, 0, 2, 1, 3)] == [30, 8, 0, 26, 8, 30]
 
 
 def test_survivors_drop_an_incomplete_last_step_if_told():
     made = plan([10, 10, 10], shuffle=None)
-    order = order_of(made, segments(made, [0, 2]), 8, Shard(), True)
+    order = EvenOrder(made, 8, Shard(), True, segments(made, [0, 2]))
     assert order.steps == 2
     assert order.batches(0, 2).tolist() == list(range(16))
     assert order.batches(2, 3).tolist() == []
@@ -223,7 +224,7 @@ def test_survivors_drop_an_incomplete_last_step_if_told():
 def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
     made = plan([10, 10])
     for world in (1, 2):
-        order = order_of(made, [], 4, Shard(0, world), False)
+        order = EvenOrder(made, 4, Shard(0, world), False, [])
         assert order.steps == 0
         assert order.batches(0, 5).tolist() == []
         assert order.position_after(0) == 0
@@ -233,14 +234,14 @@ def test_nothing_is_left_of_an_epoch_whose_segments_are_all_gone():
 def test_what_is_left_of_an_epoch_of_very_many_passes_is_counted_without_walking_them(shuffle):
     made = plan([10, 10, 10], shuffle=shuffle, position=12)
     order, short = (
-        order_of(replace(made, epoch_rows=rows), segments(made, [0, 2]), 8, Shard(), True)
+        EvenOrder(replace(made, epoch_rows=rows), 8, Shard(), True, segments(made, [0, 2]))
         for rows in (30 * 2**50, 30 * 20)
     )
-    assert isinstance(order, ResumedOrder)
-    assert isinstance(short, ResumedOrder)
+    assert not order.is_whole
+    assert not short.is_whole
     assert order.rows - short.rows == 20 * (2**50 - 20)
     assert order.batches(0, 20).tolist() == short.batches(0, 20).tolist()
-    gone = order_of(replace(made, epoch_rows=2**60), [], 8, Shard(), True)
+    gone = EvenOrder(replace(made, epoch_rows=2**60), 8, Shard(), True, [])
     assert (gone.steps, gone.batches(0, 1).tolist()) == (0, [])
 
 
@@ -248,8 +249,8 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
     """A resumed epoch leased and read ahead all of its segments, to its end."""
     made = plan([16] * 40, shuffle="window", position=16 * 6)
     present = list(range(2, 40))
-    order = order_of(made, segments(made, present), 8, Shard(), True)
-    assert isinstance(order, ResumedOrder)
+    order = EvenOrder(made, 8, Shard(), True, segments(made, present))
+    assert not order.is_whole
     spans = []
     while len(spans) < order.steps:
         order.batches(len(spans), len(spans) + 1)
@@ -260,7 +261,7 @@ def test_a_window_over_what_is_left_gives_up_segments_as_it_goes():
 
 def test_a_step_of_two_passes_needs_the_segments_of_both():
     made, present = plan([2, 15, 1, 1], shuffle="window", epoch_rows=20), [0, 1]
-    orders = [order_of(made, segments(made, present), 1, Shard(rank, 2), False) for rank in range(2)]
+    orders = [EvenOrder(made, 1, Shard(rank, 2), False, segments(made, present)) for rank in range(2)]
     for step in range(orders[0].steps):
         ids = np.concatenate([order.batches(step, step + 1) for order in orders])
         span = orders[0].segments_span(step)

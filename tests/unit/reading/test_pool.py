@@ -9,7 +9,7 @@ from itertools import pairwise
 from helpers import DEADLINE_SECONDS, limit
 
 from arrowcache import Loader
-from arrowcache.reading.workers.pool import MOST_LOSSES, Restarts
+from arrowcache.reading.workers.pool import MAX_LOSSES, Restarts
 
 
 def lose(restarts, now, was_ready=True, others_are_ready=False):
@@ -31,7 +31,7 @@ def test_the_first_loss_is_made_good_at_once_and_each_further_one_after_twice_th
 
 def test_it_gives_up_after_a_few_that_never_got_ready_unless_others_did():
     restarts = Restarts()
-    assert [lose(restarts, 0.0, was_ready=False) for _ in range(MOST_LOSSES)] == [False, False, True]
+    assert [lose(restarts, 0.0, was_ready=False) for _ in range(MAX_LOSSES)] == [False, False, True]
     restarts = Restarts()
     assert [lose(restarts, 0.0, was_ready=False, others_are_ready=True) for _ in range(9)] == [False] * 9
     restarts.started()

@@ -32,8 +32,8 @@ from quick import in_part
 
 import arrowcache as ac
 from arrowcache.native import maps
-from arrowcache.reading.membership import Membership, membership
-from arrowcache.reading.ranks import Agreement
+from arrowcache.reading.options import RankInfo, rank_info
+from arrowcache.reading.ranks import SharedPlan
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import RanksRecord, ranks_name
 from arrowcache.storage.locks import LockFile
@@ -47,7 +47,7 @@ class Rank:
 
     def __init__(self, path, rank=0, world=2, run="job", local=None):
         self.cache = ac.Cache.open(path)
-        self.agreement = Agreement(self.cache.store, Membership(rank, world, run, local or world))
+        self.shared_plan = SharedPlan(self.cache.store, RankInfo(rank, world, run, local or world))
         self.taken = 0
 
     def take(self):
@@ -57,14 +57,14 @@ class Rank:
         return snapshot
 
     def begin(self, epoch=0, take=None, **terms):
-        return self.agreement.snapshot(epoch, TERMS | terms, take or self.take)
+        return self.shared_plan.snapshot(epoch, TERMS | terms, take or self.take)
 
     def epoch(self, epoch=0, **terms):
         """A whole epoch: which segments it read."""
         snapshot = self.begin(epoch, **terms)
         read = seqs_of(snapshot)
         snapshot.close()
-        self.agreement.release(epoch)
+        self.shared_plan.release(epoch)
         return read
 
 
@@ -74,7 +74,7 @@ def job(cache):
     ranks = [Rank(cache.path, number) for number in range(2)]
     yield ranks
     for rank in ranks:
-        rank.agreement.close()
+        rank.shared_plan.close()
 
 
 def seqs_of(snapshot):
@@ -113,40 +113,40 @@ def roll(cache, segments=100):
 def test_what_does_not_make_a_rank_is_refused(arguments, error):
     """tests/refusals has the words."""
     with pytest.raises(error, match=r"rank|world_size|run_id"):
-        membership(*arguments)
+        rank_info(*arguments)
 
 
 def test_without_a_rank_there_is_nobody_to_agree_with():
-    assert membership(None, None, None) is None
-    assert membership(0, 1, None) is None
-    assert membership(0, 1, "job") is None
+    assert rank_info(None, None, None) is None
+    assert rank_info(0, 1, None) is None
+    assert rank_info(0, 1, "job") is None
 
 
 def test_a_run_comes_from_its_argument_else_from_the_launcher(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert membership(1, 4, None) == Membership(1, 4, "10.0.0.1:29500", 4)
+    assert rank_info(1, 4, None) == RankInfo(1, 4, "10.0.0.1:29500", 4)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without --rdzv-id: every job's
-    assert membership(1, 4, None).run == "10.0.0.1:29500"
+    assert rank_info(1, 4, None).run == "10.0.0.1:29500"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
-    assert membership(1, 4, None).run == "elastic"
-    assert membership(1, 4, "mine").run == "mine"
+    assert rank_info(1, 4, None).run == "elastic"
+    assert rank_info(1, 4, "mine").run == "mine"
 
 
 def test_the_launcher_says_how_many_ranks_are_local(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert membership(9, 16, "job") == Membership(9, 16, "job", 4)
-    assert membership(1, 2, "job").local_world_size == 2, "never more than there are"
+    assert rank_info(9, 16, "job") == RankInfo(9, 16, "job", 4)
+    assert rank_info(1, 2, "job").local_world_size == 2, "never more than there are"
     for text in ("0", "-1", "four", "", "2.0", "\u0664"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
         with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*number of ranks on this node"):
-            membership(0, 2, "job")
+            rank_info(0, 2, "job")
 
 
 def test_half_an_address_is_no_run(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ValueError, match=r"neither TORCHELASTIC_RUN_ID nor MASTER_ADDR.*pass run_id="):
-        membership(0, 2, None)
+        rank_info(0, 2, None)
 
 
 # agreeing
@@ -163,10 +163,10 @@ def test_ranks_read_the_same_segments_whatever_is_published_between(cache, job):
     first.close()
     second.close()
     for rank in job:
-        rank.agreement.release(0)
+        rank.shared_plan.release(0)
     publish(cache, 1)
     assert job[1].epoch(1) == job[0].epoch(1) == list(range(9)), "the other one may come first, too"
-    job[1].agreement.settle()
+    job[1].shared_plan.release_joined()
     assert files(cache) == []
 
 
@@ -208,7 +208,7 @@ def test_of_two_ranks_that_take_at_once_the_first_to_link_wins(cache, job):
     for each in (snapshot, *others):
         each.close()
     for rank in job:
-        rank.agreement.release(0)
+        rank.shared_plan.release(0)
     assert cache.stats().leased_bytes == 0
     assert files(cache) == []
 
@@ -231,7 +231,7 @@ def test_a_snapshot_of_nothing_can_be_agreed_on(tmp_path):
     assert first.epoch() == []
     publish(cache, 1)
     assert second.epoch() == []
-    first.agreement.close()
+    first.shared_plan.close()
     assert files(cache) == []
 
 
@@ -241,11 +241,11 @@ def test_loaders_of_one_job_do_not_mix(cache, job):
     publish(cache, 1)
     assert second_loaders[1].epoch() == list(range(5))
     assert job[1].epoch(batch_size=64) == list(range(5))
-    numbers = [repr(rank.agreement).split(" of ")[0] for rank in (*job, *second_loaders)]
-    assert numbers == ["<Agreement: loader 0", "<Agreement: loader 0", "<Agreement: loader 1",
-                       "<Agreement: loader 1"]  # fmt: skip
+    numbers = [repr(rank.shared_plan).split(" of ")[0] for rank in (*job, *second_loaders)]
+    assert numbers == ["<SharedPlan: loader 0", "<SharedPlan: loader 0", "<SharedPlan: loader 1",
+                       "<SharedPlan: loader 1"]  # fmt: skip
     for rank in second_loaders:
-        rank.agreement.close()
+        rank.shared_plan.close()
 
 
 def test_jobs_runs_and_caches_do_not_mix(cache, job, tmp_path):
@@ -261,14 +261,14 @@ def test_jobs_runs_and_caches_do_not_mix(cache, job, tmp_path):
 def test_loaders_are_numbered_by_cache_whatever_path_leads_to_it(cache, tmp_path):
     (tmp_path / "link").symlink_to(cache.path)
     first, second = Rank(cache.path, run="linked"), Rank(tmp_path / "link", run="linked")
-    assert repr(first.agreement).startswith("<Agreement: loader 0")
-    assert repr(second.agreement).startswith("<Agreement: loader 1")
+    assert repr(first.shared_plan).startswith("<SharedPlan: loader 0")
+    assert repr(second.shared_plan).startswith("<SharedPlan: loader 1")
 
 
 def test_loaders_are_numbered_anew_in_a_cache_that_was_made_anew(cache):
-    assert repr(Rank(cache.path, run="anew").agreement).startswith("<Agreement: loader 0")
+    assert repr(Rank(cache.path, run="anew").shared_plan).startswith("<SharedPlan: loader 0")
     os.utime(cache.path / "lease.lock", (1, 1))  # stands for a new file in a reused inode
-    assert repr(Rank(cache.path, run="anew").agreement).startswith("<Agreement: loader 0")
+    assert repr(Rank(cache.path, run="anew").shared_plan).startswith("<SharedPlan: loader 0")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_run_may_hold_any_characters(cache, run, tmp_path):
     assert other.epoch() == list(range(6))
     snapshot.close()
     for rank in (first, second, other):
-        rank.agreement.close()
+        rank.shared_plan.close()
     assert files(cache) == []
 
 
@@ -297,7 +297,7 @@ def test_an_epoch_that_is_begun_again_is_agreed_on_anew(cache, job):
     publish(cache, 1)
     assert job[1].epoch(3) == list(range(5))
     assert job[1].epoch(3, position=7) == list(range(6))
-    job[0].agreement.settle()
+    job[0].shared_plan.release_joined()
     assert files(cache) == []
 
 
@@ -316,13 +316,13 @@ def test_how_often_an_epoch_was_begun_is_counted_in_a_few_numbers(cache, seed):
         (name,) = files(cache)
         assert names.setdefault(name, (epoch, counted[epoch])) == (epoch, counted[epoch])
         snapshot.close()
-        rank.agreement.release(epoch)
+        rank.shared_plan.release(epoch)
         counted[epoch] += 1
         epoch = draw.randrange(epoch + 3) if draw.random() < seed / 30 else epoch + 1
     assert len(names) == times
     if not seed:
-        assert max(map(sys.getsizeof, vars(rank.agreement).values())) < 1000
-    rank.agreement.close()
+        assert max(map(sys.getsizeof, vars(rank.shared_plan).values())) < 1000
+    rank.shared_plan.close()
 
 
 def test_terms_that_differ_are_named_with_both_values(cache, job):
@@ -367,10 +367,10 @@ def test_the_second_of_three_keeps_what_the_first_one_proposed(cache):
     first, second, third = (Rank(cache.path, number, 3) for number in range(3))
     read = first.epoch()
     assert second.epoch() == read
-    first.agreement.close()  # its loader is gone
+    first.shared_plan.close()  # its loader is gone
     roll(cache)
     assert third.epoch() == read
-    second.agreement.settle()
+    second.shared_plan.release_joined()
     assert cache.stats().leased_bytes == 0
     assert files(cache) == []
 
@@ -380,7 +380,7 @@ def test_only_the_ranks_of_this_node_are_waited_for(cache):
     first.epoch()
     assert len(files(cache)) == 1
     second.epoch()
-    first.agreement.settle()
+    first.shared_plan.release_joined()
     assert files(cache) == []
 
 
@@ -389,11 +389,11 @@ def test_when_all_have_joined_only_the_loaders_own_leases_count(cache, job):
     for snapshot in snapshots:
         snapshot.close()
     assert cache.stats().leased_bytes > 0
-    job[0].agreement.settle()  # the first one has to look; the last one to join knows
+    job[0].shared_plan.release_joined()  # the first one has to look; the last one to join knows
     assert cache.stats().leased_bytes == 0
     assert len(files(cache)) == 1, "the epoch goes on"
     for rank in job:
-        rank.agreement.release(0)
+        rank.shared_plan.release(0)
     assert files(cache) == []
 
 
@@ -423,7 +423,7 @@ def test_a_rank_that_tries_again_counts_once(cache, monkeypatch):
     roll(cache)
     assert third.epoch() == read, "the others kept it leased for the third"
     for rank in (first, second, third):
-        rank.agreement.close()
+        rank.shared_plan.close()
     assert files(cache) == []
 
 
@@ -436,7 +436,7 @@ def test_a_rank_that_comes_after_all_others_let_go_of_the_segments_is_told(cache
         ValueError, match=r"rank 1 comes too late to epoch 0: 5 of its 5 segments.*LOCAL_WORLD_SIZE"
     ):
         second.begin()
-    first.agreement.close()
+    first.shared_plan.close()
 
 
 def test_many_epochs_that_a_rank_never_begins_are_worth_one_warning(cache, job, monkeypatch):
@@ -448,7 +448,7 @@ def test_many_epochs_that_a_rank_never_begins_are_worth_one_warning(cache, job, 
         job[0].epoch(3)
     job[0].epoch(4)
     assert [job[1].epoch(epoch) for epoch in range(5)] == [list(range(5))] * 5
-    job[0].agreement.settle()
+    job[0].shared_plan.release_joined()
     assert files(cache) == []
 
 
@@ -464,7 +464,7 @@ def test_hundreds_of_epochs_leave_nothing(tmp_path):
             before = open_files()
     wait_until(lambda: len(open_files()) <= len(before), "descriptors to end")
     for rank in job:
-        rank.agreement.settle()
+        rank.shared_plan.release_joined()
     assert files(cache) == []
     assert os.listdir(cache.path / "incoming") == []
     assert cache.stats().leased_bytes == 0
@@ -478,8 +478,8 @@ def test_closing_lets_go_of_everything_whoever_has_joined(cache, job):
     for epoch in range(3):
         job[0].epoch(epoch)
     assert len(files(cache)) == 3
-    job[0].agreement.close()
-    job[0].agreement.close()
+    job[0].shared_plan.close()
+    job[0].shared_plan.close()
     assert files(cache) == []
     assert cache.stats().leased_bytes == 0
     wait_until(lambda: len(open_files()) <= len(before), "descriptors to end")
@@ -498,7 +498,7 @@ def test_a_forgotten_agreement_lets_go(cache):
 def test_letting_go_while_this_thread_holds_cache_lock_ends_and_leaves_debris(cache, job):
     job[0].epoch()
     with cache.store.locked():
-        job[0].agreement.close()  # as a finalizer might, at any point
+        job[0].shared_plan.close()  # as a finalizer might, at any point
     assert len(files(cache)) == 1
     assert cache.stats().leased_bytes == 0
     assert job[1].epoch(1) == list(range(5))
@@ -514,11 +514,11 @@ def test_letting_go_within_letting_go_is_done_by_the_one_at_work(cache, job, mon
     def collect_garbage(*file):
         if not inner:
             inner.append(1)
-            job[0].agreement.release(1)  # what a finalizer does that runs just here
+            job[0].shared_plan.release(1)  # what a finalizer does that runs just here
         return read(*file)
 
     monkeypatch.setattr(os, "pread", collect_garbage)
-    job[0].agreement.release(0)
+    job[0].shared_plan.release(0)
     assert inner
     for snapshot in snapshots:
         snapshot.close()
@@ -537,7 +537,7 @@ def test_closing_while_another_thread_begins_leaves_nothing(cache, job):
     thread = threading.Thread(target=lambda: begun.append(job[0].begin(take=take)))
     thread.start()
     assert entered.wait(20)
-    job[0].agreement.close()
+    job[0].shared_plan.close()
     go_on.set()
     thread.join(20)
     begun[0].close()
@@ -553,7 +553,7 @@ def sweep(cache):
 def test_letting_go_in_a_folder_that_is_gone_raises_nothing(cache, job):
     job[0].epoch()
     cache.path.rename(cache.path.with_name("moved"))
-    job[0].agreement.close()
+    job[0].shared_plan.close()
 
 
 # what others left
@@ -565,13 +565,13 @@ def name_of(cache, number=0, epoch=0):
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"garbage\n", RanksRecord({}, range(3)).pack()])
 def test_a_file_that_nobody_holds_is_debris_whatever_it_says(cache, job, content):
-    number = re.search("loader ([0-9]+)", repr(job[0].agreement))
+    number = re.search("loader ([0-9]+)", repr(job[0].shared_plan))
     name_of(cache, int(number[1])).write_bytes(content)
     snapshot = job[0].begin()
     assert seqs_of(snapshot) == list(range(5))
     assert job[1].epoch() == list(range(5))
     snapshot.close()
-    job[0].agreement.release(0)
+    job[0].shared_plan.release(0)
     assert files(cache) == []
 
 
@@ -582,7 +582,7 @@ def test_debris_of_other_jobs_goes_with_the_next_agreement_and_foreign_files_sta
     snapshot = job[0].begin()
     assert len(files(cache)) == 2
     snapshot.close()
-    job[0].agreement.close()
+    job[0].shared_plan.close()
     assert files(cache) == ["notes.txt"]
 
 
@@ -608,7 +608,7 @@ def test_lines_that_make_no_sense_below_a_sound_record_harm_nobody(cache, job):
         file.write(b"\xff\xfe")
     assert job[1].epoch() == seqs_of(snapshot)
     snapshot.close()
-    job[0].agreement.close()
+    job[0].shared_plan.close()
     assert files(cache) == []
 
 
@@ -629,7 +629,7 @@ def test_a_segment_that_is_damaged_here_is_an_error_since_the_others_count_on_it
         pass
     assert seqs(cache) == before
     first.close()
-    job[0].agreement.release(0)  # the other one has already
+    job[0].shared_plan.release(0)  # the other one has already
     assert files(cache) == []
     assert cache.stats().leased_bytes == 0
 
@@ -644,7 +644,7 @@ def test_the_capacity_holds_where_a_cache_is_full(tmp_path):
         assert disk_bytes(cache.path) <= 300 * KIB
     assert len(files(cache)) == 40
     for rank in held:
-        rank.agreement.close()
+        rank.shared_plan.close()
     assert files(cache) == []
 
 
@@ -661,7 +661,7 @@ def test_ranks_agree_where_a_cache_is_full_and_all_of_it_is_leased(tmp_path):
         snapshot.close()
         assert disk_bytes(cache.path) <= 300 * KIB
     for rank in held:
-        rank.agreement.close()
+        rank.shared_plan.close()
 
 
 # forked children
@@ -672,8 +672,8 @@ def test_a_forked_child_lets_go_of_nothing_of_its_parents(cache, job):
     name = files(cache)[0]
 
     def body():
-        job[0].agreement.release(0)
-        job[0].agreement.close()
+        job[0].shared_plan.release(0)
+        job[0].shared_plan.close()
         gc.collect()
 
     with in_child(body):
@@ -690,7 +690,7 @@ def test_a_forked_child_lets_go_of_nothing_of_its_parents(cache, job):
 def test_a_living_forked_child_holds_nothing_of_its_parents(cache, job):
     job[0].epoch()
     with in_living_child(gc.collect):
-        job[0].agreement.close()
+        job[0].shared_plan.close()
         assert files(cache) == []
         assert cache.stats().leased_bytes == 0
 
@@ -702,12 +702,12 @@ def test_a_forked_child_can_begin_epochs_of_its_own(cache, job):
         publish(cache, 1)
         assert job[0].epoch(1) == list(range(6))
         assert job[1].epoch(0) == list(range(5))
-        job[0].agreement.close()
-        job[1].agreement.close()
+        job[0].shared_plan.close()
+        job[1].shared_plan.close()
 
     with in_child(body):
         pass
     assert len(files(cache)) == 1
     snapshot.close()
-    job[0].agreement.close()
+    job[0].shared_plan.close()
     assert files(cache) == []

@@ -63,7 +63,7 @@ def seams(monkeypatch):
 
 
 def test_no_step_does_more_than_a_slice(cache, seams):
-    options = {"columns": ["id"], "transform": dict, "worker_type": "thread"}  # a portion a batch
+    options = {"columns": ["id"], "transform": dict, "worker_type": "thread"}  # a group a batch
     with Loader(cache, 8, prefetch=8, **options) as loader, closing(loader.repeat()) as epochs:
         next(epochs)
         for epoch in range(2):

@@ -600,7 +600,7 @@ def test_one_that_a_writer_closes_while_it_meets_a_damaged_segment_maps_and_leas
     assert (mapped_seqs(cache), cache.stats().leased_bytes) == ([], 0)
     with cache.snapshot() as after:
         after.map_all()
-    assert mapped_seqs(cache) == [], "what it had claimed is claimed no more"
+    assert mapped_seqs(cache) == [], "what it had reserved is reserved no more"
 
 
 @pytest.mark.parametrize("part", ["header", "offsets", "footer"])

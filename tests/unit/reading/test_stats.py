@@ -20,13 +20,14 @@ from markup import seen
 import arrowcache as ac
 from arrowcache import Loader
 from arrowcache.native import engine, maps
-from arrowcache.reading.portion import ReadyBatch
+from arrowcache.reading.assembly import ReadyBatch
+from arrowcache.reading.gather import ReadMode
 from arrowcache.reading.stats import STAGES, LoaderStats, Meter, resident_bytes
-from arrowcache.reading.temperature import Temperature
 
 ROW_BYTES = 8 + 1024
 KIB, MIB = 1 << 10, 1 << 20
 NOTHING: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(LoaderStats)}
+NOTHING["shuffle"] = "rows"
 
 
 class Clock:
@@ -93,7 +94,7 @@ def test_reading_counts_as_store_what_it_waited_for_the_disk_and_as_gather_the_r
     clock, disk_faults, disk_blocks, store, gather
 ):
     meter = Meter()
-    with meter.reading(Temperature()):
+    with meter.reading(ReadMode()):
         clock.wall += 5
         clock.cpu += 2
         clock.disk_faults += disk_faults
@@ -103,7 +104,7 @@ def test_reading_counts_as_store_what_it_waited_for_the_disk_and_as_gather_the_r
 
 def test_a_clock_of_the_thread_that_is_coarser_than_the_wall_makes_no_time_negative(clock):
     meter = Meter()
-    with meter.reading(Temperature()):
+    with meter.reading(ReadMode()):
         clock.wall += 1
         clock.cpu += 2
         clock.disk_faults += 1
@@ -195,7 +196,7 @@ def test_what_is_in_progress_counts_up_to_now_and_then_once(clock, stage):
     meter.leave({other: 5.0 for other in STAGES if other != stage})
     meter.begin_run("one")
     with meter.waiting():
-        with meter.reading(Temperature()) if stage == "gather" else meter.stage(stage):
+        with meter.reading(ReadMode()) if stage == "gather" else meter.stage(stage):
             clock.wall += 4.0
             assert meter.stats(0, 0).bottleneck != stage
             clock.wall += 3.0

@@ -1,4 +1,4 @@
-"""A stream: batches in step order, begun ahead by their consumer, however portions, epochs and it end."""
+"""A stream: batches in step order, begun ahead by their consumer, however groups, epochs and it end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from helpers import DEADLINE_SECONDS, held_by_another_thread, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading.future import Future
-from arrowcache.reading.portion import Elsewhere, Portion, ReadyBatch
+from arrowcache.reading.assembly import BatchGroup, ReadyBatch, RemoteBatches
+from arrowcache.reading.epoch import WorkAhead
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.reading.stream import BatchStream
-from arrowcache.reading.worker_threads import WorkerThreads
+from arrowcache.reading.worker_threads import Future, WorkerThreads
 
 
 class Batch(dict):
@@ -33,18 +33,18 @@ class Kept:
 class Epoch:
     """Notes what becomes of it."""
 
-    snapshot, order = SimpleNamespace(seqs=()), SimpleNamespace(steps=0)
+    snapshot, order, is_large = SimpleNamespace(seqs=()), SimpleNamespace(steps=0), False
 
     def __init__(self, number: int = 0, let_go: Callable[[], object] = lambda: None) -> None:
         self.number, self.calls, self.is_delivered = number, [], False
-        self._let_go = let_go
+        self._release = let_go
 
     def deliver(self) -> None:
         self.calls.append("deliver")
 
     def end(self, leave_to: Callable[[Any], None] = Snapshot.close, *, may_deliver: bool = False) -> None:
         if not {"let_go", "parked"} & {*self.calls}:
-            self._let_go()
+            self._release()
             self.calls.append("parked" if leave_to.__name__ == "park" else "let_go")
         if not may_deliver and "end" not in self.calls:
             self.calls.append("end")
@@ -56,7 +56,12 @@ class Epochs:
     def __init__(self, first: Epoch, after: Callable[[Any, Any], Any]) -> None:
         self.first, self.progress, self.after = first, first, after
         self.taken_back, self.came = [], []
-        self.supply = SimpleNamespace(drop=lambda: None)  # nothing was taken ahead
+
+    def ahead_of(self, epoch: Epoch) -> WorkAhead:
+        return iter(()), iter(()), 0
+
+    def drop_ahead(self) -> None:
+        """Nothing was taken ahead."""
 
     def begin(self, wait: Any) -> Epoch | None:
         return None if wait.is_cancelled() else self.first
@@ -64,27 +69,27 @@ class Epochs:
     def begin_after(self, previous: Epoch, wait: Any = None) -> Epoch | None:
         return self.after(previous, wait)
 
-    def came_to(self, epoch: Epoch) -> None:
+    def begin_delivery(self, epoch: Epoch) -> None:
         self.came.append(epoch.number)
         self.progress = epoch
 
     def take_back(self, epoch: Epoch) -> None:
         self.taken_back.append(epoch.number)
 
-    def came_to_error(self) -> None:
+    def skip_failed(self) -> None:
         self.came.append("error")
 
 
 class Assembly:
-    def __init__(self, portions: Callable[[Any], Iterator[Portion]], wanted: Callable[[], int]) -> None:
-        self._portions, self.wanted = portions, wanted
+    def __init__(self, groups: Callable[[Any], Iterator[BatchGroup]], wanted: Callable[[], int]) -> None:
+        self._groups, self.wanted = groups, wanted
 
-    def portions(self, epoch: Epoch, *, awaited: bool) -> Iterator[Portion]:
+    def groups(self, epoch: Epoch, *, awaited: bool) -> Iterator[BatchGroup]:
         assert awaited == (epoch.number == 0)
-        return self._portions(epoch)
+        return self._groups(epoch)
 
 
-class Parking:
+class IdleSnapshots:
     def park(self, snapshot: Any) -> None:
         raise AssertionError
 
@@ -96,7 +101,7 @@ def made(number: int, epoch: Any = None) -> ReadyBatch:
     return ReadyBatch(Batch(number=number), 1, 1, 1, 0.0, epoch)
 
 
-class Manual(Portion):
+class Manual(BatchGroup):
     """Under way until a test says that it is not; notes all that is done to it."""
 
     is_in_parts = True
@@ -124,8 +129,8 @@ class Manual(Portion):
             return self._looks <= 0
         return self.is_done.wait(seconds)
 
-    def go_on(self) -> None:
-        self.calls.append("go_on")
+    def advance(self) -> None:
+        self.calls.append("advance")
 
     def made(self) -> Iterator[ReadyBatch]:
         return iter([made(self.step + number, self.epoch) for number in range(self.batches)])
@@ -141,11 +146,11 @@ class Stream(BatchStream):
 
     def __init__(self, epochs: Epochs, assembly: Assembly, *, endless: bool) -> None:
         self.epochs, self.assembly, self.meter = epochs, assembly, Meter()
-        super().__init__(epochs, assembly, Parking(), self.meter, endless=endless)
+        super().__init__(epochs, assembly, IdleSnapshots(), self.meter, endless=endless)
 
 
 def stream_of(
-    portions: Callable[[], Iterator[Portion]],
+    groups: Callable[[], Iterator[BatchGroup]],
     wanted: int | Callable[[], int] = 3,
     *,
     let_go: Callable[[], object] = lambda: None,
@@ -153,48 +158,48 @@ def stream_of(
     """A stream of one epoch, which has begun."""
     how_many = wanted if callable(wanted) else lambda: wanted
     epochs = Epochs(Epoch(0, let_go), lambda *_: None)
-    stream = Stream(epochs, Assembly(lambda _: portions(), how_many), endless=False)
+    stream = Stream(epochs, Assembly(lambda _: groups(), how_many), endless=False)
     assert stream.begin(lambda: False)
     return stream
 
 
 def endless_of(
-    steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, portion: Callable[..., Portion] = Manual
+    steps: int, after: Callable[[Any, Any], Any], wanted: int = 3, group: Callable[..., BatchGroup] = Manual
 ) -> Stream:
     """A stream of epochs of so many steps, of which the next one is as `after` says."""
 
-    def portions(epoch: Any) -> Iterator[Portion]:
+    def groups(epoch: Any) -> Iterator[BatchGroup]:
         for step in range(steps):
-            yield portion(10 * epoch.number + step, epoch=epoch)
+            yield group(10 * epoch.number + step, epoch=epoch)
 
-    stream = Stream(Epochs(Epoch(), after), Assembly(portions, lambda: wanted), endless=True)
+    stream = Stream(Epochs(Epoch(), after), Assembly(groups, lambda: wanted), endless=True)
     assert stream.begin(lambda: False)
     return stream
 
 
-def of(*portions: Portion | Callable[[], Portion]) -> Callable[[], Iterator[Portion]]:
-    """Gives these portions, of which some are begun when they are asked for."""
+def of(*groups: BatchGroup | Callable[[], BatchGroup]) -> Callable[[], Iterator[BatchGroup]]:
+    """Gives these groups, of which some are begun when they are asked for."""
 
-    def begin() -> Iterator[Portion]:
-        for each in portions:
-            yield each if isinstance(each, Portion) else each()
+    def begin() -> Iterator[BatchGroup]:
+        for each in groups:
+            yield each if isinstance(each, BatchGroup) else each()
 
     return begin
 
 
-def counting(count: int, batches: int = 1) -> Callable[[], Iterator[Portion]]:
+def counting(count: int, batches: int = 1) -> Callable[[], Iterator[BatchGroup]]:
     return lambda: (Manual(first, min(batches, count - first)) for first in range(0, count, batches))
 
 
 def taken(stream: BatchStream) -> int:
-    batch = stream.take(DEADLINE_SECONDS)
+    batch = stream.next(DEADLINE_SECONDS)
     assert batch is not None
     return batch.batch["number"]
 
 
 def numbers(stream: BatchStream) -> list[int]:
     found = []
-    while (batch := stream.take(DEADLINE_SECONDS)) is not None:
+    while (batch := stream.next(DEADLINE_SECONDS)) is not None:
         found.append(batch.batch["number"])
     return found
 
@@ -225,16 +230,16 @@ def threads():
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 5])), max_size=20), st.integers(1, 9)
 )
 def test_any_jobs_give_all_their_batches_in_order(plan, wanted):
-    """A portion is done at once, or at some look."""
+    """A group is done at once, or at some look."""
     count = 0
 
-    def portions() -> Iterator[Portion]:
+    def groups() -> Iterator[BatchGroup]:
         nonlocal count
         for batches, looks in plan:
             count += batches
             yield Manual(count - batches, batches, looks=looks)
 
-    stream = stream_of(portions, wanted)
+    stream = stream_of(groups, wanted)
     assert numbers(stream) == list(range(count))
     assert (stream.under_way, len(stream.begun)) == (0, 0)
 
@@ -242,13 +247,13 @@ def test_any_jobs_give_all_their_batches_in_order(plan, wanted):
 # how far ahead
 
 
-def noted(begun: list[int], count: int, batches: int = 1) -> Callable[[], Iterator[Portion]]:
-    def portions() -> Iterator[Portion]:
+def noted(begun: list[int], count: int, batches: int = 1) -> Callable[[], Iterator[BatchGroup]]:
+    def groups() -> Iterator[BatchGroup]:
         for step in range(0, count, batches):
             begun.append(step)
             yield Manual(step, batches)
 
-    return portions
+    return groups
 
 
 def test_jobs_are_begun_until_enough_batches_are_under_way_or_ready():
@@ -291,14 +296,14 @@ def test_how_many_are_wanted_may_change():
 def test_a_job_that_was_asked_for_while_the_stream_ended_is_cancelled():
     late = Manual(1)
 
-    def portions() -> Iterator[Portion]:
+    def groups() -> Iterator[BatchGroup]:
         yield Manual(0)
         in_another_thread(stream.close)
         yield late
 
-    stream = stream_of(portions, 1)
+    stream = stream_of(groups, 1)
     assert taken(stream) == 0
-    assert stream.take(0) is None
+    assert stream.next(0) is None
     assert late.cancelled == 1
     assert not stream.begun
 
@@ -307,11 +312,11 @@ def test_what_is_under_way_goes_on_at_each_step():
     pending = [Manual(step) for step in range(3)]
     stream = stream_of(of(*pending))
     taken(stream)
-    before = pending[2].calls.count("go_on")
+    before = pending[2].calls.count("advance")
     assert before
     assert "take" not in pending[2].calls
     taken(stream)
-    assert pending[2].calls.count("go_on") > before
+    assert pending[2].calls.count("advance") > before
     stream.close()
 
 
@@ -365,7 +370,7 @@ def test_an_epoch_that_began_as_the_stream_ended_is_ended():
 
     stream = endless_of(4, after)
     assert [taken(stream) for _ in range(2)] == [0, 1]
-    assert stream.take(None) is None
+    assert stream.next(None) is None
     assert late.calls == ["let_go", "end"]
 
 
@@ -373,11 +378,11 @@ def test_an_epoch_is_let_go_when_all_of_it_is_made_and_the_next_one_has_begun():
     epochs = [Epoch(number) for number in range(9)]
     pending = {}
 
-    def portion(step: int, epoch: Any) -> Portion:
+    def group(step: int, epoch: Any) -> BatchGroup:
         pending[step] = Manual(step, epoch=epoch)
         return pending[step]
 
-    stream = endless_of(2, lambda previous, _: epochs[previous.number + 1], 4, portion)
+    stream = endless_of(2, lambda previous, _: epochs[previous.number + 1], 4, group)
     first = stream.epochs.first
     assert first.calls == []
     assert [taken(stream), taken(stream)] == [0, 1]
@@ -409,10 +414,10 @@ def test_an_end_is_told_and_why():
     stream.close("another reason")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a newer one began: iterate anew"):
-            stream.deliver(stream.take(None))
+            stream.deliver(stream.next(None))
     assert not stream.has_stopped
     stream = stream_of(counting(1))
-    one = stream.take(None)
+    one = stream.next(None)
     stream.close()
     with pytest.raises(StopIteration):
         stream.deliver(one)
@@ -428,9 +433,8 @@ def test_an_epoch_of_which_nobody_asked_for_a_batch_is_taken_back():
     assert stream.epochs.taken_back == [0]
     assert "let_go" in stream.epochs.first.calls, "and not parked"
     stream = stream_of(counting(2))
-    with stream.waiting():
-        pass
-    stream.drop()
+    assert stream.next(None) is not None
+    stream.close(error=GeneratorExit)
     assert stream.epochs.taken_back == []
     assert stream.epochs.first.calls == ["parked", "end"]
     assert stream.has_stopped
@@ -469,14 +473,14 @@ class FailingMade(Manual):
 
 
 def failing(
-    kind: type[BaseException], where: str, *after: Callable[[], Portion]
-) -> Callable[[], Iterator[Portion]]:
+    kind: type[BaseException], where: str, *after: Callable[[], BatchGroup]
+) -> Callable[[], Iterator[BatchGroup]]:
     """Three batches, then an error."""
 
-    def portions() -> Iterator[Portion]:
+    def groups() -> Iterator[BatchGroup]:
         yield Manual(0)
         yield Manual(1) if where == "made" else Manual(1, 2)
-        if where == "portions":
+        if where == "groups":
             fail(kind)
         elif where == "take":
             yield FailingTake(kind)
@@ -484,14 +488,14 @@ def failing(
             yield FailingMade(2, kind)
         elif where == "future":
             (future := Future()).set_exception(kind("nothing there"))
-            yield Elsewhere(None, 1, future, lambda one: (one,))
+            yield RemoteBatches(None, 1, future, lambda one: (one,))
         for each in after:
             yield each()
 
-    return portions
+    return groups
 
 
-PLACES = pytest.mark.parametrize("where", ["portions", "take", "made", "future"])
+PLACES = pytest.mark.parametrize("where", ["groups", "take", "made", "future"])
 
 
 @PLACES
@@ -501,11 +505,11 @@ def test_an_error_arrives_after_the_batches_before_it(where, wanted, kind):
     stream = stream_of(failing(kind, where, lambda: Manual(9)), wanted)
     assert [taken(stream) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(kind, match="nothing there") as caught:
-        stream.take(DEADLINE_SECONDS)
+        stream.next(DEADLINE_SECONDS)
     if where != "future":
         assert "fail" in [entry.name for entry in caught.traceback], "with its own traceback"
-    assert stream.take(0) is None
-    stream.fail()
+    assert stream.next(0) is None
+    stream.close(error=RuntimeError)
     assert stream.epochs.came == ["error"]
     assert "let_go" in stream.epochs.first.calls, "and not parked"
 
@@ -516,10 +520,10 @@ def test_nothing_is_delivered_after_an_error_and_what_was_begun_is_cancelled():
     with pytest.raises(FailingError):
         numbers(stream)
     assert pending.cancelled == 1
-    assert stream.take(0) is None
+    assert stream.next(0) is None
 
 
-@pytest.mark.parametrize("where", ["portions", "made", "future"])
+@pytest.mark.parametrize("where", ["groups", "made", "future"])
 def test_an_error_and_its_frames_are_let_go_with_the_stream(where):
     kept = Kept()
     gc.collect()
@@ -541,17 +545,17 @@ def test_an_error_of_what_was_let_go_meanwhile_is_not_shown_and_keeps_nothing(ke
     """The consumer is told that its epoch has ended, and why, by who ended it."""
     alive = []
 
-    def portions() -> Iterator[Portion]:
+    def groups() -> Iterator[BatchGroup]:
         yield Manual(0)
         in_another_thread(stream.close)
         alive.append(weakref.ref(kept := Kept()))
         raise FailingError(kept if keeps else None)
 
-    stream = stream_of(portions, 1)
+    stream = stream_of(groups, 1)
     gc.disable()
     try:
         assert taken(stream) == 0
-        assert stream.take(DEADLINE_SECONDS) is None
+        assert stream.next(DEADLINE_SECONDS) is None
         assert alive[0]() is None
     finally:
         gc.enable()
@@ -591,7 +595,7 @@ def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_
             return True
 
     stream = stream_of(of(Slow()), 1)
-    consumer = threading.Thread(target=lambda: stream.take(None))
+    consumer = threading.Thread(target=lambda: stream.next(None))
     consumer.start()
     assert in_take.wait(DEADLINE_SECONDS)
     stream.close()
@@ -601,7 +605,7 @@ def test_a_stream_that_ends_while_its_consumer_waits_is_not_touched_by_who_ends_
     assert touched == [consumer, consumer]
 
 
-@pytest.mark.parametrize("at", ["take", "go_on", "made", "is_ready"])
+@pytest.mark.parametrize("at", ["take", "advance", "made", "is_ready"])
 def test_a_handler_that_ends_its_threads_stream_leaves_the_batches_to_the_loop_that_it_interrupts(at):
     """As a handler does that closes the loader: a batch that is being begun would be cancelled."""
     ended: list[int] = []
@@ -618,8 +622,8 @@ def test_a_handler_that_ends_its_threads_stream_leaves_the_batches_to_the_loop_t
             self._interrupt("is_ready" if at == "is_ready" else "take")
             return super().take(seconds)
 
-        def go_on(self) -> None:
-            self._interrupt("go_on")
+        def advance(self) -> None:
+            self._interrupt("advance")
 
         def made(self) -> Iterator[ReadyBatch]:
             self._interrupt("made")
@@ -633,9 +637,9 @@ def test_a_handler_that_ends_its_threads_stream_leaves_the_batches_to_the_loop_t
     stream = stream_of(of(first, second), 2)
     if at == "is_ready":
         assert stream.is_ready()
-    assert (stream.take(None) is None) == (at != "made")
+    assert (stream.next(None) is None) == (at != "made")
     assert ended == [0]
-    assert (second.cancelled, stream.consumer, [*stream.begun]) == (1, 0, [])
+    assert (second.cancelled, stream.inside, [*stream.begun]) == (1, 0, [])
 
 
 def test_who_asks_whether_a_batch_is_ready_begins_jobs_and_waits_for_none():
@@ -648,7 +652,7 @@ def test_who_asks_whether_a_batch_is_ready_begins_jobs_and_waits_for_none():
     assert stream.is_ready()
     assert taken(stream) == 1
     assert stream.is_ready(), "its end"
-    assert stream.take(None) is None
+    assert stream.next(None) is None
     stream.close()
     assert stream.is_ready()
 
@@ -695,7 +699,7 @@ def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next(wh
         stream.close()
     assert all(each.cancelled for each in pending)
     assert let_go == [1]
-    assert stream.take(0) is None
+    assert stream.next(0) is None
 
 
 # what is kept
@@ -705,7 +709,7 @@ def test_an_end_that_was_interrupted_between_two_jobs_is_finished_by_the_next(wh
 def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(wanted, threads, is_finished):
     alive: list[weakref.ref[Any]] = []
 
-    def portions() -> Iterator[Portion]:
+    def groups() -> Iterator[BatchGroup]:
         for step in range(4):
 
             def make(step: int = step) -> ReadyBatch:
@@ -713,17 +717,17 @@ def test_nothing_keeps_a_batch_that_was_delivered_nor_a_stream_that_is_over(want
                 alive.append(weakref.ref(one.batch))
                 return one
 
-            yield Elsewhere(None, 1, threads.submit(make), lambda one: (one,))
+            yield RemoteBatches(None, 1, threads.submit(make), lambda one: (one,))
             del make
 
     gc.collect()
     gc.disable()
     try:
-        stream = stream_of(portions, wanted)
+        stream = stream_of(groups, wanted)
         for _ in range(4 if is_finished else 2):
             taken(stream)
         if is_finished:
-            assert stream.take(0) is None
+            assert stream.next(0) is None
         epoch, ended = weakref.ref(stream.epochs.first), weakref.ref(stream)
         stream.close()
         stream.epochs.first = stream.epochs.progress = None
@@ -765,7 +769,7 @@ def test_who_was_interrupted_does_not_wait_for_what_is_under_way_and_others_do()
         stream = stream_of(of(*pending))
         if is_pressed:
             with pytest.raises(KeyboardInterrupt):
-                stream.take(None)
+                stream.next(None)
         else:
             assert taken(stream) == 0
         stream.close()

@@ -11,7 +11,7 @@ from helpers import limit, make_cache, publish, published_ids, sample, wait_unti
 
 import arrowcache as ac
 from arrowcache import Loader
-from arrowcache.reading import view as view_module
+from arrowcache.storage.mapping import live_mappings
 
 ROWS = 96  # six segments
 BASE = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -130,7 +130,7 @@ def test_batches_that_are_no_run_are_copied_and_counted(cache, shuffle):
 
 
 def test_more_views_than_mappings_allow_become_copies(cache, monkeypatch):
-    limit(monkeypatch, mapped_views=view_module.live_mappings() + 2)
+    limit(monkeypatch, mapped_views=live_mappings() + 2)
     with Loader(cache, 8, shuffle="blocks") as loader:
         batches = list(loader)
         assert mapped_segments(cache) == 2
@@ -186,7 +186,7 @@ def test_dropped_batches_are_unmapped(cache, shuffle):
 
 
 def test_an_odd_batch_among_views_takes_no_more_memory_than_it_has(cache):
-    """A portion's memory would be 64 MiB, of which it used a kilobyte."""
+    """A group's memory would be 64 MiB, of which it used a kilobyte."""
     with Loader(cache, 7, shuffle=None, drop_last=False, prefetch=1) as loader:
         batch_bytes = 7 * (8 + 1024)
         for batch in loader:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading.memory import SharedMemory
-from arrowcache.reading.workers.packing import pack
-from arrowcache.reading.workers.worker_slots import WorkerSlots
+from arrowcache.reading.slots import SharedMemory
+from arrowcache.reading.workers.messages import pack_batch
+from arrowcache.reading.workers.worker import WorkerSlots
 
 FLOAT = np.dtype(np.float32)
 
@@ -31,7 +31,7 @@ class Main:
             array[...] = value + number
         result = transform(batch)
         del batch, array
-        columns = pack(result)
+        columns = pack_batch(result)
         del result
         placed = self.slots.place(columns)
         del columns

@@ -12,8 +12,7 @@ from helpers import DEADLINE_SECONDS, limit, wait_until
 
 from arrowcache.errors import WorkerError
 from arrowcache.limits import Limits
-from arrowcache.reading.future import CancelledError
-from arrowcache.reading.worker_threads import WorkerThreads
+from arrowcache.reading.worker_threads import CancelledError, WorkerThreads
 
 
 class Kept:

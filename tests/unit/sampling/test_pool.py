@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,11 @@ from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache import SamplerPool
-from arrowcache.sampling.options import PoolOptions
+from arrowcache.sampling.dispatcher import PoolOptions
 from arrowcache.sampling.pool import Pool
 from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Done, Task
-from arrowcache.storage.progress import seen_samplers
+from arrowcache.storage.counters import seen_samplers
 
 STOP_SECONDS = 10.0  # the pool's own bounds are shorter; a busy machine gets some grace
 
@@ -94,6 +95,63 @@ def test_a_tasks_samples_depend_on_seed_and_number_alone(cache, kind, workers):
     with EXECUTORS[kind]() or nullcontext() as executor:
         sampled(cache, executor=executor, workers=workers, seed=5, segments=12)
     assert tasks(cache, "default.5") == {number: expected(number, 5) for number in range(12)}
+
+
+def keeps_state(what: str) -> Callable[..., Any]:
+    """A sampler that sets attributes as it draws. Made here, so that it is pickled by value."""
+
+    def read(number):
+        time.sleep(0.002 * (number % 7))  # reads end in another order
+        return {"id": number}
+
+    class Drawing:
+        def __call__(self, rng):
+            self.rng = rng
+            while True:
+                yield partial(read, self.draw())
+
+        def draw(self):
+            return int(self.rng.integers(1 << 20))
+
+    class Walking:
+        def __call__(self, rng):
+            self.at = int(rng.integers(1 << 20))
+            while True:
+                yield partial(read, self.at)
+                self.at += 1
+
+        def walk(self, rng):
+            return self(rng)
+
+    class Around:
+        def __init__(self, sampler):
+            self.sampler = sampler
+
+        def __call__(self, rng):
+            return self.sampler(rng)
+
+    return {
+        "its rng": Drawing,
+        "its place": Walking,
+        "of a method": lambda: Walking().walk,
+        "of one inside": lambda: Around(Walking()),
+        "of one in a mix in a map": lambda: Map(Mix([(Walking(), 2), (Walking(), 1)]), dict),
+    }[what]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what", ["its rng", "its place", "of a method", "of one inside", "of one in a mix in a map"]
+)
+def test_what_a_sampler_sets_on_itself_is_not_changed_by_the_task_that_begins_ahead(tmp_path, threads, what):
+    """That set it anew, and the task before went on with it: other rows, or an error that blamed reads."""
+    schema, drawn = ac.Schema({"id": ac.Tensor("int64")}), []
+    for executor in (threads, None):  # in a user's executor no task begins ahead
+        form = {"capacity": "64MiB", "segment_rows": 400}
+        cache = make_cache(tmp_path / f"cache-{executor is None}", schema, **form)
+        sampled(cache, keeps_state(what), executor=executor, reads=8, segments=14, workers=2)
+        drawn.append(tasks(cache))
+    assert drawn[0] == drawn[1]
 
 
 def test_a_pool_goes_on_at_the_next_number_of_its_name_and_seed(cache, threads):
@@ -923,7 +981,7 @@ class Engine:
     def idle(self) -> int:
         return 1 - len(self.begun)
 
-    def claim(self, count: int) -> list[Task]:
+    def take(self, count: int) -> list[Task]:
         self.tasks += 1
         return [Task("", b"", "default.0", 0, self.tasks, 0)]
 
@@ -1023,10 +1081,10 @@ def test_a_pool_that_is_dropped_in_a_thread_with_the_caches_lock_has_it_go_on(ca
     asking = threading.Event()
 
     class Asking(Engine):
-        def claim(self, count: int) -> list[Task]:
+        def take(self, count: int) -> list[Task]:
             asking.set()
             with cache.store.locked():
-                return super().claim(count)
+                return super().take(count)
 
     engine = Asking()
     with cache.store.locked():
@@ -1254,8 +1312,14 @@ def test_pools_of_several_processes_share_their_numbers(cache):
     [
         ({"reading_seconds": 80.0, "cpu_seconds": 20.0}, "the store is the limit: more `reads`"),
         ({"reading_seconds": 80.0, "cpu_seconds": 90.0}, "the processor is the limit: more workers"),
-        ({"fetched_bytes": 49 << 20}, "small windows, 4.9 bytes .*: `windows_per_chunk`"),
-        ({"reading_seconds": 80.0, "fetched_bytes": 49 << 20}, "the store .*; small windows"),
+        ({"reading_seconds": 5.0, "cpu_seconds": 10.0}, r"the sampler itself waits: .*partial\(read, key\)"),
+        (
+            {"reading_seconds": 80.0, "read_retries": 60, "reads_done": 500},
+            "the store does not answer many reads, 60 retries of 500 reads: fewer `reads`, or fewer workers$",
+        ),
+        ({"reading_seconds": 80.0, "read_retries": 40, "reads_done": 500}, "the store .*: more `reads`$"),
+        ({"cpu_seconds": 60.0, "fetched_bytes": 49 << 20}, "4.9 bytes .*: if .* `windows_per_chunk`"),
+        ({"reading_seconds": 80.0, "fetched_bytes": 49 << 20}, "the store .*; 4.9 bytes"),
         ({"reading_seconds": 80.0, "waiting_seconds": 200.0}, "$"),
         ({"reading_seconds": 40.0, "cpu_seconds": 40.0, "fetched_bytes": 12 << 20}, "$"),
         ({"reading_seconds": 0.5, "drawing_seconds": 0.6}, "$"),

@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pytest
 from begun import own_threads
 from drawing import fill
-from helpers import limit, wait_until
+from helpers import in_child, limit, wait_until
 
 import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
@@ -255,6 +256,68 @@ def test_what_waits_to_be_taken_is_bounded_by_bytes():
     samples.close()
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_waits_behind_a_slow_read_is_bounded_by_its_bytes_though_small_ones_came_before(is_read):
+    store, threads, before = Store(), Threads(4, Retries(0)), held_bytes()
+    store.gate.clear()
+    made = []
+
+    def large(key: int) -> dict[str, Any]:
+        made.append(key)
+        return {"id": key, "x": bytes(100_000)}
+
+    def sampler(rng):
+        yield partial(dict, id=1, x=b"small")
+        yield partial(store.read, 0)
+        for key in range(1000):
+            yield partial(large, key) if is_read else large(key)
+
+    class Enough(Exception):
+        pass
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 20:
+            raise Enough
+
+    samples, looks = Samples(sampler, np.random.default_rng(0), threads, 1_000_000), 0
+    try:
+        assert samples.take(1 << 20, look) == {"id": 1, "x": b"small"}
+        samples.learn(1, 13)
+        wait_until(lambda: store.at_work == 1 or not threads.are_reading, "the first reads")
+        with pytest.raises(Enough):
+            samples.take(1 << 20, look)
+        wait_until(lambda: threads.at_work <= 1, "the large ones")
+        assert 8 <= len(made) <= 10 + 2 * 4 + 1
+        assert held_bytes() - before >= 100_000 * len(made)
+    finally:
+        store.gate.set()
+        samples.close()
+    wait_until(lambda: not threads.are_reading, "the reads")
+    assert held_bytes() == before
+
+
+def test_a_forked_child_holds_no_bytes_of_its_parents_reads():
+    store, threads, before = Store(), Threads(2, Retries(0)), held_bytes()
+    threads.learn(1, 1 << 20)
+    store.gate.clear()
+    samples = Samples(counting(store.read), np.random.default_rng(0), threads, 1 << 30)
+    samples.has_more()
+    samples.begin(8)
+
+    def body() -> None:
+        assert held_bytes() == 0
+
+    try:
+        assert held_bytes() > before
+        with in_child(body):
+            pass
+    finally:
+        store.gate.set()
+        samples.close()
+
+
 LATE = {}
 
 
@@ -304,11 +367,66 @@ def one_behind_a_default(rng):
         yield lambda scale=1: module_read(key * scale)  # noqa: B023
 
 
+@late
+def one_of_another_generator(rng):
+    for read in a_lambda(rng):  # noqa: UP028
+        yield read
+
+
+@late
+def one_of_an_iterator(rng):
+    return islice(a_lambda(rng), ROWS)
+
+
+@late
+def one_with_a_decorator(rng):
+    def made(function):
+        @wraps(function)
+        def again():
+            return function()
+
+        return again
+
+    for key in range(ROWS):
+        yield made(lambda: module_read(key))  # noqa: B023
+
+
+@late
+def one_as_an_argument(rng):
+    for key in range(ROWS):
+        yield partial(lambda read: read(), lambda: module_read(key))  # noqa: B023
+
+
+@late
+def one_in_an_object(rng):
+    class Again:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self):
+            return self.function()
+
+    for key in range(ROWS):
+        yield Again(lambda: module_read(key))  # noqa: B023
+
+
+@late
+def a_variable_of_a_function_around_it(rng):
+    key = 0
+
+    def keys():
+        nonlocal key
+        for key in range(ROWS):
+            yield lambda: module_read(key)  # noqa: B023
+
+    return keys()
+
+
 @pytest.mark.parametrize("sampler", LATE.values(), ids=LATE)
 def test_a_function_that_would_see_the_samplers_variables_later_is_refused(sampler):
     with pytest.raises(SamplerError, match=r"yield partial\(read, key\)") as caught:
-        ids_of(sampler)
-    assert getattr(caught.value, "is_settled", False), "and is not tried again"
+        ids_of(sampler, rows=5 * ROWS)
+    assert getattr(caught.value, "is_permanent", False), "and is not tried again"
 
 
 @pytest.mark.parametrize(
@@ -320,6 +438,11 @@ def test_a_function_that_would_see_the_samplers_variables_later_is_refused(sampl
         lambda rng: rng.random,
         lambda rng: partial(partial(module_read, rng), 3),
         lambda rng: lambda own=rng: module_read(int(own.integers(9))),
+        lambda rng: lambda: module_read(int(rng.integers(9))),
+        lambda rng: partial(module_read, rng.bit_generator),
+        lambda rng: partial(lambda own: module_read(int(own[0].integers(9))), (rng,)),
+        lambda rng: Drawing(rng),
+        lambda rng: Drawing(rng).read,
     ],
 )
 def test_a_read_that_draws_from_rng_is_refused(read):
@@ -328,6 +451,17 @@ def test_a_read_that_draws_from_rng_is_refused(read):
 
     with pytest.raises(SamplerError, match="draws from rng"):
         ids_of(sampler)
+
+
+class Drawing:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __call__(self):
+        return module_read(int(self.rng.integers(9)))
+
+    def read(self):
+        return self()
 
 
 def test_what_keeps_its_values_is_taken():
@@ -343,6 +477,23 @@ def test_what_keeps_its_values_is_taken():
     def made(key):
         return lambda: module_read(key)
 
+    opened = None
+
+    def opening(key):
+        nonlocal opened
+        opened = opened or Store()
+        return opened.read(key)
+
+    class Sampler:
+        def __call__(self, rng):
+            self.rng = rng
+            for key in range(7, ROWS):
+                rng.random()
+                yield partial(self.read, key)
+
+        def read(self, key):
+            return module_read(key)
+
     def sampler(rng):
         (child,) = rng.spawn(1)
         yield partial(module_read, 0)
@@ -350,9 +501,11 @@ def test_what_keeps_its_values_is_taken():
         yield Reader(2)
         yield made(3)
         yield Reader(4).__call__
-        yield partial(lambda key, own: module_read(key), 5, own=child)
+        yield partial(lambda key, own: module_read(key + 0 * int(own.integers(9))), 5, own=child)
+        yield partial(opening, 6)
+        yield from Sampler()(rng)
 
-    assert ids_of(sampler, rows=6) == list(range(6))
+    assert ids_of(sampler) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("result", [None, 7, [row(1)], lambda: row(1), partial(row, 1)])
@@ -499,14 +652,58 @@ def test_a_late_read_is_begun_again_and_the_first_success_is_taken(around, now_l
     assert held_bytes() == 0
 
 
+@pytest.mark.parametrize("around", [lambda own: own, lambda own: Mix([(own, 1)])])
+def test_a_function_of_what_was_read_is_called_once_for_each_sample(around, now_late):
+    function_runs, reads_again, lock = threading.Event(), threading.Event(), threading.Lock()
+    calls: Counter[int] = Counter()
+
+    def wait(key: int, call: int) -> None:
+        if (key, call) == (20, 1):
+            now_late()
+            assert function_runs.wait(60), "the other run has read, and calls the function"
+        elif (key, call) == (20, 2):
+            reads_again.set()
+
+    def changed(sample: dict[str, Any]) -> dict[str, Any]:
+        key = int(sample["id"])
+        with lock:
+            calls[key] += 1
+        if key == 20:
+            assert reads_again.is_set()
+            function_runs.set()
+            wait_until(lambda: threads.at_work == 1, "the first run, which ends without the function")
+        return sample
+
+    sampler, threads = Late(wait), Threads(4, Retries(0))
+    mapped = Map(around(sampler), changed, schema=SCHEMA)
+    assert ids_of(mapped, rows=ROWS, threads=threads) == list(range(ROWS))
+    assert sampler.calls[20] == 2
+    assert set(calls.values()) == {1}
+    wait_until(lambda: held_bytes() == 0, "the losers")
+
+
 @pytest.mark.parametrize("reads", [1, 8, 64])
-def test_rows_are_the_same_whatever_is_begun_again_at_most_a_tenth(reads, monkeypatch):
-    limit(monkeypatch, late_read_seconds=0.0)
-    chance = random.Random(0)
-    sampler = Late(lambda key, call: time.sleep(chance.choice([0.0] * 9 + [0.02])))
+def test_rows_are_the_same_whatever_is_begun_again_at_most_a_tenth(reads, now_late):
+    chance, again, ended = random.Random(0), threading.Event(), Counter[int]()
+
+    def wait(key: int, call: int) -> None:
+        if key == 100 and call == 1:
+            wait_until(lambda: len(ended) == 100, "the reads before it")
+            now_late()
+            assert reads == 1 or again.wait(60), "it is begun again"
+        elif key == 100:
+            again.set()
+        else:
+            time.sleep(chance.choice([0.0] * 9 + [0.02]))
+        if key < 100:
+            ended[key] += 1
+
+    sampler = Late(wait)
     for _ in range(3):
         assert ids_of(sampler, reads, rows=200) == list(range(200))
-    assert sampler.calls.total() - 600 <= sampler.calls.total() / 10
+    begun_again = sampler.calls.total() - 600
+    assert (begun_again > 0) == (reads > 1)
+    assert begun_again <= sampler.calls.total() / 10
     wait_until(lambda: held_bytes() == 0, "the losers")
 
 

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
+import gzip
 import io
 import itertools
+import json
+import lzma
+import marshal
+import pickle
 import struct
+import tarfile
 import urllib.error
+import wave
+import zipfile
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
+from pathlib import Path
 from typing import Any
+from xml.dom import minidom
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from drawing import write_tar
 from helpers import DEADLINE_SECONDS, full, make_cache, read_ids, segment_files, wait_until
 from helpers import sample as row
 from pool_tasks import expected, tasks
@@ -23,8 +37,8 @@ from quick import first_is_quick
 
 import arrowcache as ac
 from arrowcache.explore import observe
-from arrowcache.sampling.retries import is_fault, may_pass
-from arrowcache.sampling.sources import Items, Map, Mix
+from arrowcache.sampling.retries import is_fault, is_refusal, may_pass
+from arrowcache.sampling.sources import ArrayWindows, Items, Map, Mix, ParquetRows, WebDatasetShards
 
 
 @pytest.fixture
@@ -83,6 +97,7 @@ FAULTS = {
     "not found by HTTP": lambda: throw(refused(404)),
     "a wrong text": lambda: b"\xff".decode(),
     "no zlib stream": lambda: zlib.decompress(b"no"),
+    "no bz2 stream": lambda: bz2.decompress(b"no"),
     "too few bytes": lambda: struct.unpack("<q", b"no"),
     "an image that was cut short": cut_image,
     "no image": lambda: __import__("PIL.Image").Image.open(io.BytesIO(b"no")),
@@ -308,20 +323,92 @@ def test_a_map_goes_on_after_a_sample_that_its_function_cannot_change(cache, thr
     assert tasks(cache, "readTrue.0") == tasks(cache, "readFalse.0")
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_what_a_mix_leaves_out_are_generators_and_reads_are_the_pools(cache, threads, on_error):
+def test_what_a_mix_leaves_out_are_generators_and_samples_are_the_pools(cache, threads):
     def odd(sample):
-        return sample if int(sample["id"]) % 37 else None
+        return sample if int(sample["id"]) % 37 else throw(ValueError("odd"))
 
     def source(is_read: bool) -> Map:
         return Map(having(lambda: row(0), is_read=is_read), odd, schema=cache.schema)
 
     some = Map(source(False), lambda sample: {**sample, "id": -1}, schema=cache.schema)
-    mix = Mix([(source(True), 1), (some, 1)], on_error=on_error)
-    with skipping(cache, full(mix), executor=threads, segments=10) as pool:
+    found = []
+    for on_error in ("raise", "skip"):
+        mix = Mix([(source(True), 1), (source(False), 1), (some, 1)], on_error=on_error)
+        options = {"executor": threads, "segments": 10, "name": f"of_{on_error}"}
+        with skipping(cache, full(mix), **options) as pool:
+            pool.wait(timeout=DEADLINE_SECONDS)
+            found.append((tasks(cache, f"of_{on_error}.0"), pool.stats().skipped))
+    assert found[0] == found[1]
+    assert found[0][1] > 0
+    of_some = sum(numbers.count(-1) for numbers in found[0][0].values())
+    assert 0 < of_some < sum(map(len, found[0][0].values())) / 2
+
+
+def of_json(folder: Path) -> tuple[Any, str]:
+    files = {f"{number:02}.json": b"{" if number == 0 else b'{"x": 1}' for number in range(20)}
+    write_tar(folder / "x.tar", files)
+    source = WebDatasetShards(folder / "x.tar", fields=["json.x"])
+    return source, r"x\.tar, sample '00': field 'json.x' cannot be decoded: JSONDecodeError: "
+
+
+def of_parquet(folder: Path) -> tuple[Any, str]:
+    path = folder / "x.parquet"
+    table = pa.table({"x": np.random.default_rng(0).random(400)})
+    pq.write_table(table, path, row_group_size=100, compression="zstd", use_dictionary=False)
+    place = pq.read_metadata(path).row_group(2).column(0).data_page_offset
+    path.write_bytes(path.read_bytes()[:place] + b"\xff" * 200 + path.read_bytes()[place + 200 :])
+    return ParquetRows(path), r"x\.parquet: cannot be read as Parquet: row group 2: .*\w"
+
+
+def of_zarr(folder: Path, **form: Any) -> tuple[Any, str]:
+    zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+    array = zarr.create_array(folder / "x.zarr", shape=(40,), chunks=(10,), dtype="f4", **form)
+    array[:] = np.arange(40)
+    (folder / "x.zarr" / "c" / "1").write_bytes(b"nothing of the kind")
+    where = r"cells \[" if form else "chunk c/1: "
+    return ArrayWindows(folder / "x.zarr", (1,)), rf"x\.zarr: cannot be read as Zarr: {where}.*\w"
+
+
+def of_hdf5(folder: Path) -> tuple[Any, str]:
+    (folder / "x.h5").write_bytes(hdf5())
+    return ArrayWindows(f"{folder}/x.h5#x", (10,)), r"x\.h5#x: cannot be read as HDF5: .*filter"
+
+
+def of_npy(folder: Path) -> tuple[Any, str]:
+    paths = [folder / f"{number}.npy" for number in range(4)]
+    for path in paths:
+        np.save(path, np.arange(40.0))
+    source = ArrayWindows(paths, (2,))
+    paths[1].write_bytes(paths[1].read_bytes()[:-1])
+    return source, r"1\.npy: cannot be read as \.npy: it has"
+
+
+READY = {
+    "JSON": of_json,
+    "Parquet": of_parquet,
+    "Zarr": of_zarr,
+    "Zarr, in shards": partial(of_zarr, shards=(20,)),
+    "HDF5": of_hdf5,
+    ".npy": of_npy,
+}
+
+
+@pytest.mark.parametrize("around", ["alone", "in a Mix", "in a Mix that skips"])
+@pytest.mark.parametrize("kind", READY)
+def test_of_a_ready_source_what_does_not_decode_is_left_out_and_named(tmp_path, threads, kind, around):
+    source, says = READY[kind](tmp_path)
+    sampler = source
+    if around != "alone":
+        sampler = Mix([(source, 1), (source, 1)], on_error="skip" if "skips" in around else "raise")
+    options = {"executor": threads, "segments": 14, "workers": 1}
+    with skipping(make_cache(tmp_path / "skip", source.schema), sampler, **options) as pool:
         pool.wait(timeout=DEADLINE_SECONDS)
-        assert pool.stats().skipped > 0
-    assert sum(numbers.count(-1) for numbers in tasks(cache).values()) > 0
+        assert (pool.stats().segments, pool.stats().skipped > 0) == (14, True)
+    if "skips" not in around:
+        cache = make_cache(tmp_path / "raise", source.schema)
+        raising = skipping(cache, sampler, on_error="raise", **options)
+        with raising as pool, pytest.raises(ac.SamplerError, match=says):
+            pool.wait(timeout=DEADLINE_SECONDS)
 
 
 def test_a_pool_at_work_shows_it(cache, threads, tmp_path):
@@ -345,6 +432,200 @@ def test_an_unknown_policy_is_refused(cache):
         skipping(cache, having(dict), on_error="ignore")
 
 
-@pytest.mark.parametrize("error", [EOFError("cut off"), zlib.error("incomplete")])
-def test_a_stream_that_is_cut_off_may_pass_and_one_that_does_not_decode_may_not(error):
-    assert may_pass(error) is isinstance(error, EOFError)
+def of_store(kind: type[Exception], **attributes: Any) -> Exception:
+    error = kind("failed")
+    for name, value in attributes.items():
+        setattr(error, name, value)
+    return error
+
+
+def of_s3(code: str, status: int) -> Exception:
+    """As of botocore's ClientError."""
+    return of_store(
+        Exception, response={"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    )
+
+
+def by_s3fs(code: str, status: int) -> Exception:
+    error = OSError(5, "failed")
+    error.__cause__ = of_s3(code, status)
+    return error
+
+
+def by_obstore(name: str, text: str = "") -> Exception:
+    exceptions = pytest.importorskip("obstore.exceptions", reason="obstore is not installed")
+    error: Exception = getattr(exceptions, name)(text)
+    return error
+
+
+STORES_SAY = {
+    "RequestTimeout": (lambda: of_s3("RequestTimeout", 400), "may pass"),
+    "ThrottlingException": (lambda: of_s3("ThrottlingException", 400), "may pass"),
+    "SlowDown": (lambda: of_s3("SlowDown", 503), "may pass"),
+    "ExpiredToken": (lambda: of_s3("ExpiredToken", 400), "refusal"),
+    "InvalidToken": (lambda: of_s3("InvalidToken", 400), "refusal"),
+    "AuthorizationHeaderMalformed": (lambda: of_s3("AuthorizationHeaderMalformed", 400), "refusal"),
+    "AccessDenied": (lambda: of_s3("AccessDenied", 403), "refusal"),
+    "403 of a HEAD": (lambda: of_s3("403", 403), "refusal"),
+    "NoSuchKey": (lambda: of_s3("NoSuchKey", 404), "fault"),
+    "404 of a HEAD": (lambda: of_s3("404", 404), "fault"),
+    "400 of a HEAD, as of an expired token": (lambda: of_s3("400", 400), "neither"),
+    "another bad request": (lambda: of_s3("InvalidRequest", 400), "neither"),
+    "s3fs, a token": (lambda: by_s3fs("InvalidToken", 400), "refusal"),
+    "s3fs, a timeout": (lambda: by_s3fs("RequestTimeout", 400), "may pass"),
+    "pyarrow, a token": (lambda: OSError("AWS Error EXPIRED_TOKEN during GetObject"), "refusal"),
+    "pyarrow, a timeout": (lambda: OSError("AWS Error REQUEST_TIMEOUT during GetObject"), "may pass"),
+    "pyarrow, of Azure": (lambda: OSError("x Azure Error: [AuthenticationFailed] 403 Server"), "refusal"),
+    "pyarrow, no blob": (lambda: OSError("x Azure Error: [BlobNotFound] 404 The specified blob"), "fault"),
+    "pyarrow, of Google": (lambda: OSError("google::cloud::Status(PERMISSION_DENIED: no"), "refusal"),
+    "obstore, denied": (lambda: by_obstore("PermissionDeniedError"), "refusal"),
+    "obstore, unauthenticated": (lambda: by_obstore("UnauthenticatedError"), "refusal"),
+    "obstore, absent": (lambda: by_obstore("NotFoundError"), "fault"),
+    "obstore, a token": (lambda: by_obstore("GenericError", "400: <Code>ExpiredToken</Code>"), "refusal"),
+    "obstore, a timeout": (lambda: by_obstore("GenericError", "<Code>RequestTimeout</Code>"), "may pass"),
+    "Azure, a token": (
+        lambda: of_store(Exception, status_code=400, error_code="InvalidAuthenticationInfo"), "refusal",
+    ),
+    "Azure, busy": (lambda: of_store(Exception, status_code=503, error_code="ServerBusy"), "may pass"),
+    "Google, too often": (
+        lambda: of_store(Exception, code=403, errors=[{"reason": "rateLimitExceeded"}]), "may pass",
+    ),
+    "Google, forbidden": (lambda: of_store(Exception, code=403, errors=[{"reason": "forbidden"}]), "refusal"),
+    "HTTP 401": (lambda: refused(401), "refusal"),
+    "HTTP 400": (lambda: refused(400), "fault"),
+    "HTTP 410": (lambda: of_store(Exception, status=410), "fault"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", STORES_SAY)
+def test_what_a_store_says_is_a_refusal_or_of_one_sample_or_may_pass(says):
+    make, means = STORES_SAY[says]
+    error = make()
+    found = {"refusal": is_refusal(error), "fault": is_fault(error), "may pass": may_pass(error)}
+    assert {name for name, holds in found.items() if holds} == {means} - {"neither"}
+
+
+@pytest.mark.parametrize("says", ["AccessDenied", "ExpiredToken", "obstore, denied", "HTTP 401"])
+def test_a_refusal_is_asked_for_once_and_ends_the_pool(cache, threads, tmp_path, says):
+    make, _ = STORES_SAY[says]
+    make()  # here: without its library the test is left out
+
+    def refuse() -> Any:
+        with (tmp_path / "asked").open("a") as asked:
+            asked.write("x")
+        raise make()
+
+    sampler = having(refuse)
+    with skipping(cache, full(sampler), executor=threads, workers=1, reads=1, segments=9, retries=9) as pool:
+        with pytest.raises(ac.SamplerError):
+            pool.wait(timeout=DEADLINE_SECONDS)
+        assert ((tmp_path / "asked").read_text(), pool.stats().retries) == ("x", 0)
+
+
+def hdf5() -> bytes:
+    """A file of HDF5, of whose dataset "x" the second chunk of four is damaged."""
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed")
+    file = io.BytesIO()
+    with h5py.File(file, "w") as made:
+        made.create_dataset("x", data=np.arange(1000.0), chunks=(250,), compression="gzip")
+        place = made["x"].id.get_chunk_info(1)
+    data = bytearray(file.getvalue())
+    data[place.byte_offset : place.byte_offset + place.size] = bytes(place.size)
+    return bytes(data)
+
+
+def parquet() -> bytes:
+    file, table = io.BytesIO(), pa.table({"x": np.random.default_rng(0).random(1000)})
+    pq.write_table(table, file, compression="zstd", use_dictionary=False)
+    return file.getvalue()[:200] + bytes(2000) + file.getvalue()[2200:]
+
+
+def read_hdf5(data: bytes, name: str = "x") -> Any:
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed")
+    return h5py.File(io.BytesIO(data), "r")[name][:]
+
+
+JUNK = bytes(range(1, 256))
+# ruff: noqa: SIM115  # none of these is opened
+DO_NOT_DECODE = {
+    "bz2": lambda: bz2.decompress(JUNK),
+    "bz2, in pieces": lambda: bz2.BZ2Decompressor().decompress(JUNK),
+    "csv": lambda: list(csv.reader(['"'], strict=True)),
+    "gzip": lambda: gzip.decompress(JUNK),
+    "HDF5": lambda: read_hdf5(JUNK),
+    "HDF5, a chunk": lambda: read_hdf5(hdf5()),
+    "HDF5, no dataset": lambda: read_hdf5(hdf5(), "y"),
+    "JSON": lambda: json.loads(b"{"),
+    "lzma": lambda: lzma.decompress(JUNK),
+    "npy": lambda: np.load(io.BytesIO(JUNK)),
+    "Parquet": lambda: pq.read_table(io.BytesIO(JUNK)),
+    "Parquet, a page": lambda: pq.read_table(pa.BufferReader(parquet())),
+    "pickle": lambda: pickle.loads(JUNK),
+    "tar": lambda: tarfile.open(fileobj=io.BytesIO(JUNK)),
+    "tar, empty": lambda: tarfile.open(fileobj=io.BytesIO()),
+    "wave": lambda: wave.open(io.BytesIO(JUNK)),
+    "XML": lambda: minidom.parseString(b"<a>"),
+    "zip": lambda: zipfile.ZipFile(io.BytesIO(JUNK)),
+}
+CUT_OFF = {
+    "bz2": lambda: bz2.open(io.BytesIO()).read(),
+    "gzip": lambda: gzip.decompress(gzip.compress(JUNK)[:50]),
+    "marshal": lambda: marshal.loads(b""),
+    "npy": lambda: np.load(io.BytesIO()),
+    "pickle": lambda: pickle.loads(b""),
+    "wave": lambda: wave.open(io.BytesIO()),
+    "Arrow": lambda: pa.ipc.open_stream(pa.BufferReader(stream()[:-90])).read_all(),
+}
+
+
+def stream() -> bytes:
+    file, table = io.BytesIO(), pa.table({"x": np.arange(100)})
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("decode", "is_cut"),
+    [(each, False) for each in DO_NOT_DECODE.values()] + [(each, True) for each in CUT_OFF.values()],
+    ids=[*DO_NOT_DECODE, *(f"{name}, cut off" for name in CUT_OFF)],
+)
+def test_bytes_that_do_not_decode_are_of_one_sample_and_those_cut_off_are_tried_again_before(decode, is_cut):
+    with pytest.raises(Exception) as caught:  # as each library has it
+        decode()
+    assert (is_fault(caught.value), may_pass(caught.value)) == (True, is_cut)
+
+
+def test_a_stream_that_is_always_cut_off_is_left_out_after_all_tries(cache, threads, tmp_path):
+    def read(key: int) -> Any:
+        if key:
+            return row(key)
+        with (tmp_path / "tries").open("a") as tries:
+            tries.write("x")
+        return gzip.decompress(gzip.compress(JUNK)[:50])
+
+    def sampler(rng):
+        yield from (partial(read, key) for key in range(1 << 20))
+
+    with skipping(cache, full(sampler), executor=threads, workers=1, segments=1) as pool:
+        pool.wait(timeout=DEADLINE_SECONDS)
+        assert (pool.stats().skipped, (tmp_path / "tries").read_text()) == (1, "xxxxx")
+
+
+class Odd(OSError):
+    """An error of h5py's that a disk caused."""
+
+    __module__ = "h5py"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EOFError("cut off"),
+        ConnectionResetError(104, "reset"),
+        Odd("Can't synchronously read data (file read failed: errno = 5, error message = ...)"),
+        OSError("google::cloud::Status(UNAVAILABLE: Ran out of input"),
+    ],
+)
+def test_a_connection_that_ends_may_pass_and_is_no_fault(error):
+    assert (is_fault(error), may_pass(error)) == (False, True)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -226,7 +229,7 @@ def test_drawing_ends_when_the_pool_has():
 
 def lock_of_pool(cache) -> LockFile:
     """A lock like the one by which a pool shows its tasks that it lives."""
-    cache.store.folder.claim_tasks("default.0", 1)
+    cache.store.folder.take_tasks("default.0", 1)
     lock = LockFile(cache.path / "pools" / "default.0")
     assert lock.try_range(0, 1, exclusive=True)
     return lock
@@ -340,3 +343,53 @@ def test_tasks_in_threads_of_one_process_do_not_mix_their_samples(pool_of):
     with ThreadPoolExecutor(4) as executor:
         assert all(done.rows == 16 for done in executor.map(run, tasks))
     assert sorted(published_ids(cache)) == sorted(i for n in range(30) for i in expected(n, 0, 16))
+
+
+class Reads:
+    """A sampler of reads. `at` is where it sets an attribute: at each call, at each sample, or once."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.file, self.size, self.numbers = at, None, np.zeros(3), [0]
+
+    def __call__(self, rng):
+        if self.at == "call":
+            self.rng = rng
+        if self.file is None:
+            self.file = object()
+        self.numbers[0] += 1
+        while True:
+            yield partial(row, int(rng.integers(1 << 20)))
+            if self.at == "sample":
+                self.size = self.size + 1
+                self.drawn = str(self.size)
+            if self.at == "name":
+                self.drawn = f"a name {rng.integers(9)}"
+
+
+class Holding:
+    def __init__(self, *samplers: Any) -> None:
+        self.samplers = samplers
+
+    def __call__(self, rng):
+        return self.samplers[-1](rng)
+
+
+@pytest.mark.parametrize("held", ["", "held", "bound"])
+@pytest.mark.parametrize(("at", "begins"), [("", True), ("name", True), ("call", False), ("sample", False)])
+def test_the_next_task_begins_ahead_unless_this_one_has_set_attributes_of_its_sampler(
+    pool_of, held, at, begins
+):
+    """One that is set once, as a connection is, only keeps the first task from it."""
+    cache, _ = pool_of
+    reads = Reads(at)
+    one: Any = {"": reads, "held": Holding(reads), "bound": partial(Holding(reads).__call__)}[held]
+    sampler, asked = pickled(one, "the sampler"), []
+
+    def ask() -> None:
+        asked[-1] = True
+
+    for number in range(4):
+        asked.append(False)
+        of_pool = dataclasses.replace(task(number, sampler=sampler, cache=str(cache.path)), reads=4)
+        assert run(of_pool, ask).rows == 16
+    assert asked == [False, *[begins] * 3]

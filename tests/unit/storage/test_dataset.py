@@ -11,13 +11,12 @@ import pytest
 import xxhash
 
 import arrowcache as ac
-from arrowcache.storage.layout import CachedItems, Settings
 from arrowcache.storage.recovery import create_store
-from arrowcache.storage.sizing import settings_of
+from arrowcache.storage.settings import CachedItems, Settings, settings_of
 
 SCHEMA = ac.Schema({"x": ac.Tensor("float32", (256,)), "_index": ac.Tensor("int64")})
 ITEMS = CachedItems(500, "a", "x: Tensor")
-SETTINGS = settings_of(SCHEMA, "1MiB", "64KiB", None, 0.0, durable=False, dataset=ITEMS)
+SETTINGS = settings_of(SCHEMA, "1MiB", "64KiB", headroom=0.0, dataset=ITEMS)
 
 
 @pytest.fixture
@@ -81,8 +80,8 @@ def test_its_settings_survive_their_text():
 @pytest.mark.parametrize("columns", [1, 3])
 def test_segments_are_arranged_as_in_a_rolling_cache(columns):
     schema = ac.Schema({f"x{n}": ac.Tensor("float32", (4096,)) for n in range(columns)})
-    rolling = settings_of(schema, "64MiB", "1MiB", None, 0.0, durable=False)
-    of_items = settings_of(schema, "64MiB", "1MiB", None, 0.0, durable=False, dataset=ITEMS)
+    rolling = settings_of(schema, "64MiB", "1MiB", headroom=0.0)
+    of_items = settings_of(schema, "64MiB", "1MiB", headroom=0.0, dataset=ITEMS)
     assert of_items.form == rolling.form
 
 
@@ -107,7 +106,7 @@ def test_what_no_cache_of_a_dataset_says_is_a_newer_format(change):
 
 
 def test_a_rolling_cache_has_no_dataset():
-    rolling = settings_of(SCHEMA, "1MiB", "64KiB", None, 0.0, durable=False)
+    rolling = settings_of(SCHEMA, "1MiB", "64KiB", headroom=0.0)
     record = json.loads(rolling.text)
     assert "dataset" not in record
     assert Settings.from_json(rolling.text).dataset is None

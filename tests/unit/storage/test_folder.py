@@ -15,9 +15,10 @@ from helpers import DEADLINE_SECONDS, disk_bytes, open_files
 from quick import first_is_quick
 
 import arrowcache as ac
-from arrowcache.storage.folder import PART_SLACK_BYTES, Folder, Rights
-from arrowcache.storage.layout import LockRecord, Settings, ranks_name, segment_name
+from arrowcache.storage.folder import Folder, Rights
+from arrowcache.storage.layout import LockRecord, ranks_name, segment_name
 from arrowcache.storage.locks import LockFile
+from arrowcache.storage.settings import PART_SLACK_BYTES, Settings
 
 SETTINGS = Settings(ac.Schema({"x": ac.Tensor("int64")}), 10_000_000, 1_000_000, 50, 0.1, durable=False)
 
@@ -65,8 +66,8 @@ def test_a_part_that_is_discarded_has_no_bytes_any_more_when_its_name_goes(folde
         bytes_then.append(os.stat(path).st_blocks * 512)
         unlink(path, **options)
 
-    part.claim(50_000)
     part.reserve(50_000)
+    part.allocate(50_000)
     monkeypatch.setattr(Path, "unlink", noting)
     part.discard()
     assert bytes_then == [0]
@@ -99,7 +100,7 @@ def test_what_is_no_cache_is_told_from_what_is_not_there(tmp_path):
 def test_a_part_takes_its_blocks_at_once_and_gives_them_back(folder):
     before = disk_bytes(folder.path)
     part = folder.new_part()
-    part.reserve(1 << 20)
+    part.allocate(1 << 20)
     assert part.path.stat().st_size == 1 << 20
     assert disk_bytes(folder.path) >= before + (1 << 20)
     assert folder.incoming_bytes() >= (1 << 20) + PART_SLACK_BYTES
@@ -112,7 +113,7 @@ def test_a_part_takes_its_blocks_at_once_and_gives_them_back(folder):
 def test_a_part_holds_exactly_what_was_written_however_many_pieces(folder):
     part = folder.new_part()
     pieces = [bytes([i % 256]) * (i % 7) for i in range(2000)]
-    part.reserve(sum(map(len, pieces)))
+    part.allocate(sum(map(len, pieces)))
     part.write([memoryview(piece) for piece in pieces])
     part.sync()
     assert part.path.read_bytes() == b"".join(pieces)
@@ -311,10 +312,10 @@ def test_what_everything_costs_together_is_what_the_tree_takes(folder):
     put(folder, segment_name(0, 1, ""), bytes(10_000))
     put(folder, "foreign", bytes(20_000))
     folder.isolate(put(folder, segment_name(1, 1, ""), bytes(30_000)), "reason")
-    folder.claim_tasks("pool.0", 3)
+    folder.take_tasks("pool.0", 3)
     agreed = folder.link_ranks_file(ranks_name("job", 0, 0), bytes(50_000))
     part = folder.new_part()
-    part.reserve(40_000)
+    part.allocate(40_000)
     segments = sum(folder.segment_info(name).allocated_bytes for name in folder.segment_names())
     counted = segments + folder.incoming_bytes() + folder.other_bytes(["foreign", "gone meanwhile"])
     assert counted == disk_bytes(folder.path) + PART_SLACK_BYTES
@@ -322,11 +323,11 @@ def test_what_everything_costs_together_is_what_the_tree_takes(folder):
     agreed.close()
 
 
-def test_task_numbers_are_claimed_once_each_and_by_pool(folder):
-    assert folder.claim_tasks("a.0", 3) == 0
-    assert folder.claim_tasks("a.0", 2) == 3
-    assert folder.claim_tasks("b.0", 1) == 0
-    assert folder.claim_tasks("a.0", 1) == 5
+def test_task_numbers_are_taken_once_each_and_by_pool(folder):
+    assert folder.take_tasks("a.0", 3) == 0
+    assert folder.take_tasks("a.0", 2) == 3
+    assert folder.take_tasks("b.0", 1) == 0
+    assert folder.take_tasks("a.0", 1) == 5
 
 
 def test_a_part_that_somebody_locks_at_once_is_refused(folder, monkeypatch):
@@ -406,7 +407,7 @@ def test_what_merely_has_the_name_of_debris_or_of_a_segment_keeps_nobody_from_wo
 def test_a_link_is_never_written_through(folder, target):
     (folder.pools / "pool.0").symlink_to(target)
     with pytest.raises(OSError, match="symbolic"):
-        folder.claim_tasks("pool.0", 1)
+        folder.take_tasks("pool.0", 1)
     name = put(folder, segment_name(3, 1, ""))
     (folder.quarantine / f"{name}.reason").symlink_to(target)
     folder.isolate(name, "why")
@@ -421,7 +422,7 @@ def test_a_link_is_never_written_through(folder, target):
 
 def test_tasks_to_be_drawn_again_are_listed_lowest_first_and_once(folder):
     assert folder.returned_tasks("pool.0") == []
-    assert folder.claim_tasks("pool.0", 10) == 0
+    assert folder.take_tasks("pool.0", 10) == 0
     assert folder.returned_tasks("pool.0") == []
     folder.return_tasks("pool.0", [7, 2])
     folder.return_tasks("pool.0", [4, 2])
@@ -432,35 +433,35 @@ def test_tasks_to_be_drawn_again_are_listed_lowest_first_and_once(folder):
 
 
 def test_a_release_that_knows_no_tasks_to_be_drawn_again_goes_on_with_the_next_number(folder):
-    """It reads and writes the first eight bytes of the file: so does `claim_tasks` today, as in 0.1.0."""
-    folder.claim_tasks("pool.0", 10)
+    """It reads and writes the first eight bytes of the file: so does `take_tasks` today, as in 0.1.0."""
+    folder.take_tasks("pool.0", 10)
     before = (folder.pools / "pool.0").read_bytes()
     assert before == (10).to_bytes(8, "little"), "what a pool that returned nothing leaves is as it was"
     folder.return_tasks("pool.0", [2, 7])
-    assert folder.claim_tasks("pool.0", 5) == 10
+    assert folder.take_tasks("pool.0", 5) == 10
     assert folder.returned_tasks("pool.0") == [2, 7]
-    assert folder.claim_tasks("pool.0", 1) == 15
+    assert folder.take_tasks("pool.0", 1) == 15
 
 
 def test_tasks_to_be_drawn_again_never_take_more_than_eight_blocks(folder):
-    folder.claim_tasks("pool.0", 8000)
+    folder.take_tasks("pool.0", 8000)
     folder.return_tasks("pool.0", range(5000))
     assert (folder.pools / "pool.0").stat().st_size == 8 * 4096
     folder.end_task("pool.0", 0)
-    folder.claim_tasks("pool.0", 1, returned=True)
+    folder.take_tasks("pool.0", 1, returned=True)
     with pytest.raises(
         ac.CacheFormatError, match=r"4095 tasks of pool pool\.0 were begun and never published"
     ):
-        folder.claim_tasks("pool.0", 1, returned=True)
+        folder.take_tasks("pool.0", 1, returned=True)
     assert folder.returned_tasks("pool.0") == [*range(1, 4095), 8000]
-    assert folder.claim_tasks("pool.0", 1) == 8001
+    assert folder.take_tasks("pool.0", 1) == 8001
 
 
-def test_a_task_may_be_among_those_to_be_drawn_again_from_its_claim_until_it_ends(folder):
+def test_a_task_may_be_among_those_to_be_drawn_again_from_its_start_until_it_ends(folder):
     folder.end_task("pool.0", 0)
-    assert folder.claim_tasks("pool.0", 3, returned=True) == 0
-    assert folder.claim_tasks("pool.0", 1) == 3
-    assert folder.claim_tasks("pool.0", 1, returned=True) == 4
+    assert folder.take_tasks("pool.0", 3, returned=True) == 0
+    assert folder.take_tasks("pool.0", 1) == 3
+    assert folder.take_tasks("pool.0", 1, returned=True) == 4
     for ended, left in [(3, [0, 1, 2, 4]), (1, [0, 2, 4]), (4, [0, 2]), (0, [2]), (2, [])]:
         folder.end_task("pool.0", ended)
         assert folder.returned_tasks("pool.0") == left
@@ -468,7 +469,7 @@ def test_a_task_may_be_among_those_to_be_drawn_again_from_its_claim_until_it_end
 
 
 def test_who_dies_while_a_task_is_left_out_leaves_out_no_other(folder, monkeypatch):
-    folder.claim_tasks("pool.0", 4, returned=True)
+    folder.take_tasks("pool.0", 4, returned=True)
 
     def refused(*_):
         raise OSError(errno.EIO, "stopped")
@@ -560,7 +561,7 @@ def test_whatever_the_umask_folders_are_0700_and_files_0600(tmp_path, umask):
             writer.append(x=1)
         folder = cache.store.folder
         with cache.store.locked():
-            folder.claim_tasks("pool.0", 1)
+            folder.take_tasks("pool.0", 1)
             folder.isolate(folder.segment_names()[0], "why")
             held = folder.link_ranks_file(ranks_name("run", 0, 0), b"data")
         sign = folder.new_wait()
@@ -586,7 +587,7 @@ def test_a_file_of_any_length_takes_no_memory(folder, name):
         return
     with ac.Cache.open(folder.path) as cache, cache.writer() as writer:
         writer.append(x=1)
-    assert folder.claim_tasks("pool.0", 1) == 0
+    assert folder.take_tasks("pool.0", 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -627,13 +628,13 @@ def test_a_new_file_gets_the_caches_group_unless_it_has_it(folder, monkeypatch):
     assert given == []
     monkeypatch.setattr(Folder, "rights", lambda self: Rights(0o660, 0o770, os.getgid() + 1))
     folder.new_part().discard()
-    folder.claim_tasks("pool.0", 1)
+    folder.take_tasks("pool.0", 1)
     folder.ranks.rmdir()
     folder.complete()
     assert given == [(-1, os.getgid() + 1)] * 3
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     (folder.pools / "pool.0").chmod(0o600)
-    folder.claim_tasks("pool.0", 1)
+    folder.take_tasks("pool.0", 1)
     assert len(given) == 3, "it is another user's, who made it"
     assert stat.S_IMODE((folder.pools / "pool.0").stat().st_mode) == 0o600
 
@@ -667,7 +668,7 @@ def test_only_of_what_may_be_another_users_is_asked_whether_it_may_be_read(folde
     ids=["settings", "record", "segments", "isolated", "tasks", "folders"],
 )
 def test_what_is_to_outlast_a_power_cut_is_synced_in_its_order(folder, monkeypatch, do, synced):
-    folder.claim_tasks("pool.0", 1)
+    folder.take_tasks("pool.0", 1)
     found = []
     monkeypatch.setattr(os, "fsync", lambda fd: found.append(os.readlink(f"/proc/self/fd/{fd}")))
     do(folder)
@@ -676,7 +677,7 @@ def test_what_is_to_outlast_a_power_cut_is_synced_in_its_order(folder, monkeypat
     ] == synced
 
 
-def test_incoming_files_count_by_what_they_take_or_have_claimed_and_what_is_unlinked_once(folder):
+def test_incoming_files_count_by_what_they_take_or_have_reserved_and_what_is_unlinked_once(folder):
     one, other, third, gone = (f"{number:032x}" for number in range(4))
     (folder.incoming / f"{one}.part").write_bytes(bytes(8192))
     for name, nbytes in [(f"{other}.part", 10_001), (f"{third}.wait", 0), (f"{gone}.freed", 4096)]:
@@ -761,11 +762,11 @@ def test_a_disk_that_fails_is_not_a_cache_that_is_none(folder, monkeypatch):
 
 
 def test_a_pools_numbers_begin_at_the_least_that_is_asked_for_and_end_somewhere(folder):
-    assert [folder.claim_tasks("pool.0", 2, least) for least in (9, 3, 11, 20)] == [9, 11, 13, 20]
+    assert [folder.take_tasks("pool.0", 2, least) for least in (9, 3, 11, 20)] == [9, 11, 13, 20]
     (folder.pools / "pool.0").write_bytes((2**62).to_bytes(8, "little"))
-    assert folder.claim_tasks("pool.0", 1) == 2**62
+    assert folder.take_tasks("pool.0", 1) == 2**62
     with pytest.raises(ac.CacheFormatError, match="damaged"):
-        folder.claim_tasks("pool.0", 1)
+        folder.take_tasks("pool.0", 1)
 
 
 def test_a_reason_that_is_somebodys_folder_keeps_no_segment_in_quarantine(folder):

@@ -1,12 +1,17 @@
-"""Rows of files on their way into a cache: which are there, and what a bad file leaves."""
+"""Rows of files on their way into a cache: which are missing, how files differ, what a bad one leaves."""
 
 from __future__ import annotations
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import ids_of, make_cache, sample
+from hypothesis import given
+from hypothesis import strategies as st
 
-from arrowcache.storage.file_rows import FileRows, file_rows_of
-from arrowcache.storage.ingest import Imported, Ingest
+from arrowcache.storage.ingest import Coverage, Imported, Ingest, fingerprint
+from arrowcache.storage.layout import FileRows, SegmentInfo, file_rows_of
 
 ONE, OTHER = "0123456789abcdef", "f" * 16
 
@@ -108,3 +113,83 @@ def test_what_is_imported_again_is_taken_back_alone(cache):
         assert ids(cache) == [*range(16)]
         assert again.published == Imported()
     assert not writes()
+
+
+# which rows are missing
+
+
+def covered(*origins: FileRows) -> Coverage:
+    coverage = Coverage()
+    for origin in origins:
+        coverage.add(origin)
+    return coverage
+
+
+def test_what_is_missing_of_a_file():
+    coverage = covered(
+        FileRows(ONE, 20, 10), FileRows(ONE, 10, 10), FileRows(ONE, 50, 5), FileRows(OTHER, 0, 99)
+    )
+    assert coverage.missing(ONE, 100) == [(0, 10), (30, 50), (55, 100)]
+    assert coverage.missing(ONE, 55) == [(0, 10), (30, 50)]
+    assert coverage.missing(ONE, 100, [FileRows(ONE, 55, 45), FileRows(ONE, 0, 10)]) == [(30, 50)]
+    assert coverage.missing("a" * 16, 7) == [(0, 7)]
+    assert coverage.rows(ONE, [FileRows(ONE, 52, 8), FileRows(OTHER, 99, 1)]) == 30
+    assert coverage.missing("a" * 16, 0) == []
+    coverage.forget(FileRows(ONE, 50, 5))
+    coverage.forget(FileRows(ONE, 50, 5))
+    assert coverage.missing(ONE, 55) == [(0, 10), (30, 55)]
+
+
+def test_where_the_end_of_a_file_is_not_known_there_may_be_more():
+    assert covered(FileRows(ONE, 0, 10)).missing(ONE) == [(10, None)]
+    assert covered(FileRows(ONE, 0, 10), FileRows(ONE, 10, 5, is_last=True)).missing(ONE) == []
+    assert covered(FileRows(ONE, 10, 5, is_last=True)).missing(ONE) == [(0, 10)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20))), st.integers(0, 80))
+def test_what_is_there_and_what_is_missing_are_the_file(runs, total):
+    runs = [(first, rows) for first, rows in runs if first + rows <= total]
+    missing = covered(*(FileRows(ONE, first, rows) for first, rows in runs)).missing(ONE, total)
+    there = {row for first, rows in runs for row in range(first, first + rows)}
+    assert {row for first, stop in missing for row in range(first, stop)} == set(range(total)) - there
+
+
+def test_the_folder_says_what_is_there():
+    tasks = [
+        f"parquet.{ONE}-0-10",
+        "",
+        "default.0.3",
+        f"parquet.{ONE}-10-2e.{OTHER}-0-6",
+        f"tfrecord.{OTHER}-6-1",
+    ]
+    listed = [SegmentInfo(seq, 10, task, 0, 0, 0.0) for seq, task in enumerate(tasks)]
+    assert Coverage(listed).missing(ONE) == []
+    assert Coverage(listed).missing(OTHER, 10) == [(7, 10)]
+
+
+def test_a_file_is_known_by_its_bytes_wherever_it_lies(tmp_path):
+    (tmp_path / "a").write_bytes(b"1" * 3_000_000)
+    (tmp_path / "b").write_bytes(b"1" * 3_000_000)
+    (tmp_path / "c").write_bytes(b"1" * 2_999_999 + b"2")
+    (tmp_path / "empty").touch()
+    a, b, c, empty = (fingerprint(tmp_path / name) for name in ("a", "b", "c", "empty"))
+    assert a == b
+    assert len({a, c, empty}) == 3
+    assert all(len(found) == 16 for found in (a, c, empty))
+
+
+def test_files_of_one_length_and_one_footer_are_two(tmp_path):
+    """Why it is not the footer's: shards of pictures that are stored as they are."""
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        pixels = rng.permutation(np.arange(256, dtype=np.uint8).repeat(40))
+        images = pa.FixedSizeListArray.from_arrays(pa.array(pixels), 64)
+        table = pa.table({"image": images})
+        pq.write_table(table, tmp_path / name, compression="none", use_dictionary=False)
+    footers = []
+    for name in ("a", "b"):
+        data = (tmp_path / name).read_bytes()
+        length = int.from_bytes(data[-8:-4], "little")
+        footers.append(data[-8 - length :])
+    assert footers[0] == footers[1]
+    assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")

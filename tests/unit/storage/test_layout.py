@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-import arrowcache as ac
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage.layout import (
-    MOST_SEQ,
+    MAX_SEQ,
     RANKS_NAME,
     TOP_NAMES,
+    FileRows,
     LockRecord,
     RanksRecord,
     SegmentInfo,
-    Settings,
     UsageRecord,
+    file_rows_of,
+    has_place,
+    import_task,
     joiner_line,
     joiners,
+    merge_task,
     modes,
     newer_names,
     parse_segment_name,
+    parts_of,
+    publisher_of,
     ranks_name,
     segment_name,
     shared_on_purpose,
     tasks_listed,
 )
 
-SETTINGS = Settings(ac.Schema({"x": ac.Tensor("int64")}), 10_000_000, 1_000_000, 50, 0.1, durable=True)
 tasks = st.from_regex(r"[A-Za-z0-9_.-]{0,150}", fullmatch=True)
 
 
 @pytest.mark.slow
-@given(st.integers(0, MOST_SEQ - 1), st.integers(1, 2**31 - 1), tasks)
+@given(st.integers(0, MAX_SEQ - 1), st.integers(1, 2**31 - 1), tasks)
 def test_a_segments_name_tells_what_it_was_made_of(seq, rows, task):
     assert parse_segment_name(segment_name(seq, rows, task)) == (seq, rows, task)
     assert SegmentInfo(seq, rows, task, 1, 2, 3.0).name == segment_name(seq, rows, task)
@@ -70,135 +73,10 @@ def test_names_sort_as_their_numbers(first, second):
      f"{1:020d}-1-a/b.arrow", f"{1:020d}-1-.arrow\n", f"{1:020d}-1-.part", f"{1:021d}-1-.arrow",
      f"{1:020d}-1-.arrow.reason", f"{1:020d}-1-é.arrow", "\u0660" * 20 + "-1-.arrow",
      f"{1:020d}-{'9' * 20}-.arrow", f"{1:020d}-{2**31}-.arrow",
-     f"{MOST_SEQ:020d}-1-.arrow", f"{'9' * 20}-1-.arrow"],
+     f"{MAX_SEQ:020d}-1-.arrow", f"{'9' * 20}-1-.arrow"],
 )  # fmt: skip
 def test_another_name_is_none_of_ours(name):
     assert parse_segment_name(name) is None
-
-
-def test_settings_survive_their_text():
-    assert Settings.from_json(SETTINGS.text) == SETTINGS
-    assert Settings.from_json(SETTINGS.with_capacity(7).text).capacity_bytes == 7
-
-
-def test_no_headroom_is_none():
-    assert replace(SETTINGS, headroom=0.0).headroom_bytes == 0
-    assert replace(SETTINGS, headroom=1e-9).headroom_bytes == 2_000_000
-
-
-def test_headroom_is_a_share_of_the_capacity_but_at_least_two_segments():
-    assert SETTINGS.headroom_bytes == 2_000_000
-    assert SETTINGS.with_capacity(50_000_000).headroom_bytes == 5_000_000
-
-
-@pytest.mark.parametrize("version", [1, 2, 3, 5, "4", None])
-def test_another_format_version_is_refused_with_both(version):
-    record = json.loads(SETTINGS.text) | {"version": version}
-    with pytest.raises(ac.CacheFormatError, match=f"version {version}, and this arrowcache reads 4"):
-        Settings.from_json(json.dumps(record))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "null", "3", '"text"', "{", "\0" * 100, '{"format": "other"}', "[" * 100_000]
-)
-def test_text_that_is_not_ours_is_refused(text):
-    with pytest.raises(ac.CacheFormatError):
-        Settings.from_json(text)
-
-
-RECORD = {key: value for key, value in json.loads(SETTINGS.text).items() if key != "checksum"}
-
-
-def with_checksum(record) -> str:
-    """cache.json of these values."""
-    record = {key: value for key, value in record.items() if key != "checksum"}
-    return json.dumps(record | {"checksum": xxhash.xxh3_64_hexdigest(json.dumps(record).encode())})
-
-
-@pytest.mark.parametrize("field", ["schema", "capacity_bytes", "segment_bytes", "full_rows", "headroom"])
-@pytest.mark.parametrize("value", [None, "x", [], {}])
-def test_a_damaged_field_is_refused(field, value):
-    with pytest.raises(ac.CacheFormatError):
-        Settings.from_json(with_checksum(RECORD | {field: value}))
-
-
-@pytest.mark.parametrize("field", ["capacity_bytes", "segment_bytes", "full_rows"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_size_that_is_not_positive_is_refused(field, value):
-    with pytest.raises(ac.CacheFormatError, match="not positive"):
-        Settings.from_json(with_checksum(RECORD | {field: value}))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("capacity_bytes", float("inf")), ("capacity_bytes", 1e9), ("capacity_bytes", True),
-        ("capacity_bytes", "10000000"), ("segment_bytes", 2**62 + 1), ("full_rows", 2**31),
-        ("full_rows", 125_001), ("capacity_bytes", 2**62 + 1), ("headroom", 1),
-        ("headroom", float("nan")), ("headroom", float("inf")), ("headroom", -1), ("durable", 1),
-        ("durable", "no"),
-        ("schema", [{"name": "x", "type": "tensor", "dtype": "O", "shape": []}]),
-        ("schema", [{"name": "x", "type": "tensor", "dtype": "i8", "shape": []}]),
-        ("schema", 2 * [{"name": "x", "type": "tensor", "dtype": "int64", "shape": []}]),
-        ("schema", [{"name": "x", "type": "tensor", "dtype": "int64", "shape": [2**62]}]),
-    ],
-)  # fmt: skip
-def test_a_value_that_no_cache_has_is_refused(field, value):
-    assert Settings.from_json(with_checksum(RECORD)) == SETTINGS
-    with pytest.raises(ac.CacheFormatError, match="a value: "):
-        Settings.from_json(with_checksum(RECORD | {field: value}))
-
-
-def test_the_largest_and_smallest_values_that_a_cache_has_are_read():
-    for more in (
-        {"capacity_bytes": 2**62, "segment_bytes": 2**62, "full_rows": 2**31 - 1}, {"full_rows": 125_000},
-        {"headroom": 0.0}, {"headroom": 0.999, "durable": False}, {"capacity_bytes": 1, "full_rows": 1},
-    ):  # fmt: skip
-        assert Settings.from_json(with_checksum(RECORD | more)) == replace(SETTINGS, **more)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"evict": "never"},
-        {"evict": "never", "headroom": None},
-        {"pace": {"min_rows": 1, "samples_per_second": 3}},
-        {"schema": [{"name": "x", "type": "jagged", "dtype": "int64"}]},
-        {"schema": [{"name": "x", "type": "tensor", "dtype": "float8", "shape": []}]},
-        {"schema": [{"name": "x", "type": "string", "encoding": "utf-16"}]},
-        {"headroom": {"rows": 7}},
-    ],
-)
-def test_what_a_later_release_wrote_is_a_newer_format_and_no_damage(more):
-    """It was called damaged, with the advice to remove the folder."""
-    with pytest.raises(
-        ac.CacheFormatError, match=r"newer one made or changed.*Nothing was touched"
-    ) as caught:
-        Settings.from_json(with_checksum(json.loads(SETTINGS.text) | more))
-    assert "damage" not in str(caught.value)
-    assert "remove" not in str(caught.value)
-
-
-def test_a_key_that_is_gone_and_one_of_the_pace_are_named():
-    record = json.loads(SETTINGS.text)
-    with pytest.raises(ac.CacheFormatError, match="a form without 'durable', which this arrowcache does not"):
-        Settings.from_json(with_checksum({name: record[name] for name in record if name != "durable"}))
-    with pytest.raises(ac.CacheFormatError, match="a value: a pace with 'burst', which this arrowcache does"):
-        Settings.from_json(with_checksum(record | {"pace": {"min_rows": 1, "burst": 2}}))
-
-
-@pytest.mark.parametrize("text", [SETTINGS.text, json.dumps(RECORD)])
-def test_an_unknown_key_is_a_newer_format_whatever_the_checksum_says(text):
-    """A later one may be made in another way."""
-    with pytest.raises(ac.CacheFormatError, match=r"cache\.json has 'evict', 'more', which this arrowcache"):
-        Settings.from_json(json.dumps(json.loads(text) | {"more": 1, "evict": "never"}))
-
-
-def test_no_advice_about_a_damaged_cache_json_removes_anything():
-    with pytest.raises(ac.CacheFormatError, match=r"damaged.*put back a copy") as caught:
-        Settings.from_json(SETTINGS.text.replace("10000000", "10000001"))
-    assert "remove" not in str(caught.value)
-    assert "delete" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["labels", "index.json", "notes.lock", "row_groups", "leases"])
@@ -216,31 +94,7 @@ def test_another_name_there_is_somebodys_own(name):
     assert newer_names([*TOP_NAMES, name]) == []
 
 
-def test_a_flipped_bit_in_the_settings_is_found_or_changes_nothing():
-    data, refused = SETTINGS.text.encode(), 0
-    for position in range(len(data)):
-        for bit in range(8):
-            altered = bytearray(data)
-            altered[position] ^= 1 << bit
-            try:
-                assert Settings.from_json(altered.decode()) == SETTINGS
-            except (ac.CacheFormatError, UnicodeDecodeError):
-                refused += 1
-    assert refused > 7 * len(data)
-
-
-@pytest.mark.parametrize(
-    "field",
-    ["format", "version", "schema", "capacity_bytes", "segment_bytes", "full_rows", "headroom", "durable"],
-)
-def test_a_missing_field_is_refused(field):
-    record = json.loads(SETTINGS.text)
-    del record[field]
-    with pytest.raises(ac.CacheFormatError):
-        Settings.from_json(json.dumps(record))
-
-
-@given(st.integers(0, MOST_SEQ), st.integers(0, MOST_SEQ), st.uuids().map(str))
+@given(st.integers(0, MAX_SEQ), st.integers(0, MAX_SEQ), st.uuids().map(str))
 def test_a_lock_record_survives_its_bytes(next_seq, suspect_below, boot_id):
     record = LockRecord(next_seq, suspect_below, boot_id)
     assert LockRecord.unpack(record.pack()) == record
@@ -249,14 +103,14 @@ def test_a_lock_record_survives_its_bytes(next_seq, suspect_below, boot_id):
 @given(st.binary(max_size=80))
 def test_any_bytes_are_some_record(data):
     record = LockRecord.unpack(data)
-    assert 0 <= record.next_seq <= MOST_SEQ
-    assert 0 <= record.suspect_below <= MOST_SEQ
+    assert 0 <= record.next_seq <= MAX_SEQ
+    assert 0 <= record.suspect_below <= MAX_SEQ
 
 
 def test_an_empty_record_and_one_of_numbers_that_no_cache_has_are_zero():
     assert LockRecord.unpack(b"") == LockRecord(0, 0, "")
     assert LockRecord.unpack(b"\xff" * 52) == LockRecord()
-    assert LockRecord.unpack(LockRecord(MOST_SEQ + 1, 3, "boot").pack()) == LockRecord()
+    assert LockRecord.unpack(LockRecord(MAX_SEQ + 1, 3, "boot").pack()) == LockRecord()
 
 
 RUNS = [
@@ -306,9 +160,9 @@ terms = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | s
 @pytest.mark.slow
 @given(
     terms,
-    st.sets(st.integers(0, 300) | st.integers(0, MOST_SEQ - 1)),
+    st.sets(st.integers(0, 300) | st.integers(0, MAX_SEQ - 1)),
     st.sets(st.integers(0, 2**22)),
-    st.integers(0, MOST_SEQ),
+    st.integers(0, MAX_SEQ),
     st.integers(0, 2**60),
 )
 def test_what_ranks_agree_on_survives_its_bytes(terms, seqs, pids, next_seq, left_out_rows):
@@ -352,10 +206,10 @@ AGREED = {"version": 4, "terms": {}, "runs": [], "seen": [0, 0]}
     [
         [], {}, {"version": 4}, AGREED | {"version": 1}, AGREED | {"terms": 5},
         *(AGREED | {"runs": runs} for runs in (
-            [1], ["a", "b"], None, [0, 2**20 + 1], [MOST_SEQ, 1], [5, 1, -5, 1], [0, True], [0, -3],
+            [1], ["a", "b"], None, [0, 2**20 + 1], [MAX_SEQ, 1], [5, 1, -5, 1], [0, True], [0, -3],
         )),
         *(AGREED | {"seen": seen} for seen in (
-            [0], [-1, 0], [0, "1"], 5, [MOST_SEQ + 1, 0], [0, -1], [0, 2**62 + 1],
+            [0], [-1, 0], [0, "1"], 5, [MAX_SEQ + 1, 0], [0, -1], [0, 2**62 + 1],
         )),
     ],
 )  # fmt: skip
@@ -366,8 +220,8 @@ def test_content_that_is_sound_but_none_of_ours_is_refused(record):
 
 def test_ranks_agree_on_as_much_as_there_may_be():
     assert len(RanksRecord.unpack(line_of(AGREED | {"runs": [0, 2**20]})).seqs) == 2**20
-    last = RanksRecord.unpack(line_of(AGREED | {"runs": [MOST_SEQ - 1, 1], "seen": [MOST_SEQ, 2**62]}))
-    assert (list(last.seqs), last.next_seq, last.left_out_rows) == ([MOST_SEQ - 1], MOST_SEQ, 2**62)
+    last = RanksRecord.unpack(line_of(AGREED | {"runs": [MAX_SEQ - 1, 1], "seen": [MAX_SEQ, 2**62]}))
+    assert (list(last.seqs), last.next_seq, last.left_out_rows) == ([MAX_SEQ - 1], MAX_SEQ, 2**62)
 
 
 def test_a_segment_of_more_rows_than_arrow_counts_is_none_of_ours():
@@ -410,3 +264,91 @@ def test_a_group_that_may_do_all_in_the_folder_may_read_and_write_the_files_and_
     assert modes(0o2775) == (0o660, 0o2770)
     assert modes(0o770) == (0o660, 0o770)
     assert modes(0o750) == modes(0o2707) == (0o600, 0o700)
+
+
+# where the rows of a segment come from
+
+ONE, OTHER = "0123456789abcdef", "f" * 16
+ORIGINS = st.lists(
+    st.builds(
+        FileRows, st.sampled_from([ONE, OTHER]), st.integers(0, 10**15), st.integers(1, 10**9), st.booleans()
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@pytest.mark.slow
+@given(st.sampled_from(["parquet", "tfrecord"]), ORIGINS, st.sampled_from(["", "01234567"]))
+def test_a_task_names_the_rows_and_is_a_segments_name(kind, origins, again):
+    kept: list[FileRows] = []
+    for origin in origins:
+        if not has_place(kind, kept, origin.first, again):
+            break
+        kept.append(origin)
+    assert kept
+    task = import_task(kind, kept, again)
+    assert file_rows_of(task) == tuple(kept)
+    assert publisher_of(task) == kind
+    name = segment_name(2**59, 2**31 - 1, task)
+    assert len(name) < 255 - len(".reason")
+    assert parse_segment_name(name) == (2**59, 2**31 - 1, task)
+
+
+def test_a_segment_names_some_small_files():
+    kept: list[FileRows] = []
+    while has_place("parquet", kept, 0):
+        kept.append(FileRows(ONE, 0, 100, is_last=True))
+    assert len(kept) == 7
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["", "default.0.17", "parquet.3.17", "tfrecord.0123456789abcdef0123456789abcdef.3.17", f"mine.{ONE}-0-1",
+     f"parquet.{ONE}-0-1.again-xyz", f"parquet.{ONE}-0-1 "],
+)  # fmt: skip
+def test_other_tasks_come_from_no_file(task):
+    assert file_rows_of(task) == ()
+
+
+@pytest.mark.parametrize(
+    ("task", "publisher"),
+    [
+        ("", "writer"),
+        ("default.0.17", "default.0"),
+        ("a.b.c.3.17", "a.b.c.3"),
+        ("mine", "mine"),
+        ("tfrecord.0123456789abcdef.3.17", "tfrecord.01234567"),
+        ("tfrecord.3.17", "tfrecord.3"),
+        ("tfrecord.0123456789abcdef-0-16", "tfrecord"),
+        ("parquet.0123456789abcdef-16-4e.fedcba9876543210-0-12", "parquet"),
+    ],
+)
+def test_a_task_tells_the_publisher(task, publisher):
+    assert publisher_of(task) == publisher
+
+
+@pytest.mark.parametrize("again", ["", "01234567"])
+@pytest.mark.parametrize("kind", ["parquet", "tfrecord"])
+def test_a_name_has_as_many_files_as_two_hundred_characters_hold(kind, again):
+    """The next file's rows may take ten digits, and be its last."""
+    met = set()
+    for digits in range(1, 19):
+        for files in range(1, 8):
+            origins = [*[FileRows(ONE, 0, 10)] * files, FileRows(ONE, 10 ** (digits - 1), 10)]
+            longest = FileRows(OTHER, 7, 9_999_999_999, is_last=True)
+            length = len(import_task(kind, [*origins, longest], again))
+            assert has_place(kind, origins, 7, again) == (length <= 200), length
+            met.add(length)
+    assert {200, 201} <= met
+
+
+def segment_of(seq, task):
+    return SegmentInfo(seq, 1, task, 10, 10, 0.0)
+
+
+def test_the_name_tells_the_parts():
+    parts = [segment_of(seq, "") for seq in (3, 4, 9)]
+    assert parts_of(segment_of(20, merge_task(parts))) == range(3, 10)
+    assert not parts_of(segment_of(20, ""))
+    assert not parts_of(segment_of(20, "parts.x-3"))

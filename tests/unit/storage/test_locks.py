@@ -13,8 +13,8 @@ import pytest
 from helpers import in_child, open_files
 
 from arrowcache import linux
+from arrowcache.proc import OpenFile
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
-from arrowcache.storage.proc import OpenFile
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import open_files, wait_until
 
-from arrowcache.reading.memory import address_of
+from arrowcache.reading.slots import address_of_map
 from arrowcache.storage import mapping
 from arrowcache.storage.mapping import FileMapping
 
@@ -136,7 +136,7 @@ def test_populating_says_whether_the_pages_are_in_memory(file):
     mapped = FileMapping(file)
     assert mapping.populate(mapped.address, mapped.nbytes)
     nothing = mmap.mmap(-1, PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
-    assert not mapping.populate(address_of(nothing), PAGE), "there is nothing to be read"
+    assert not mapping.populate(address_of_map(nothing), PAGE), "there is nothing to be read"
 
 
 def test_a_sparse_mapping_alone_reads_single_pages_until_it_is_told_otherwise(file):

@@ -111,7 +111,7 @@ class Run:
         self.draw_seconds, self.ramp = draw_seconds, ramp
         self.tasks = self.inserted = self.served = 0
         self.listed: deque[int] = deque()
-        # when: a sampler has drawn a segment; has written the one that it claimed; an epoch is over
+        # when: a sampler has drawn a segment; has written the one whose room it reserved; an epoch is over
         self.events = [(seconds, "drawn", n) for n, seconds in enumerate(draw_seconds)] + [(0.0, "loader", 0)]
         self.waiting: set[tuple[str, int]] = set()
         self.now = 0.0

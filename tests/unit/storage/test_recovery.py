@@ -17,7 +17,7 @@ import arrowcache as ac
 from arrowcache import linux
 from arrowcache.storage import recovery
 from arrowcache.storage.folder import Folder
-from arrowcache.storage.layout import MOST_SEQ, LockRecord
+from arrowcache.storage.layout import MAX_SEQ, LockRecord
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
@@ -85,8 +85,8 @@ def test_a_number_leaps_once_a_restart_and_never_past_the_last(path, restart):
     restart()
     first = ac.Cache.open(path).stats().next_seq
     assert first == ac.Cache.open(path).stats().next_seq > 2
-    cache.store.folder.write_record(LockRecord(MOST_SEQ - 1))
-    assert ac.Cache.open(path).stats().next_seq == MOST_SEQ
+    cache.store.folder.write_record(LockRecord(MAX_SEQ - 1))
+    assert ac.Cache.open(path).stats().next_seq == MAX_SEQ
 
 
 def test_after_a_restart_a_cache_shows_as_many_evictions_as_there_were(path, restart):

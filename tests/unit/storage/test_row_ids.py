@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import arrowcache as ac
-from arrowcache.storage.row_ids import row_ids
+from arrowcache.storage.row_ids import NumberedRows, are_among, row_ids
 
 WANTED = [[83, 26], [2, 0], [83, 26]]
 SEQS, ROWS = [83, 2, 83], [26, 0, 26]
@@ -111,3 +113,39 @@ def test_what_names_no_row_is_named(ids, error, says):
         row_ids(ids)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@given(st.sets(st.integers(-5, 40)), st.lists(st.integers(-9, 50)))
+def test_numbers_are_among_others_as_of_a_set(others, some):
+    found = are_among(np.array(some, np.int64), np.array(sorted(others), np.int64))
+    assert found.tolist() == [number in others for number in some]
+
+
+NEXT_SEQ = 12
+
+
+@given(
+    st.dictionaries(st.integers(0, NEXT_SEQ - 1), st.integers(1, 4), max_size=5),
+    st.lists(st.tuples(st.integers(0, NEXT_SEQ + 1), st.integers(0, 5)), max_size=6),
+)
+def test_rows_are_numbered_as_they_follow_one_another(sizes, ids):
+    """Beside a list; rows that left are passed over, and ones that never were named."""
+    seqs = sorted(sizes)
+    listed = [(seq, row) for seq in seqs for row in range(sizes[seq])]
+    rows = NumberedRows.of_counts(np.array(seqs, np.int64), np.array([sizes[seq] for seq in seqs], np.int64))
+    assert rows.size == len(listed)
+    array = np.array(ids, np.int64).reshape(-1, 2)
+    numbers, is_there = rows.numbers(array)
+    assert is_there.tolist() == [each in listed for each in ids]
+    assert numbers.tolist() == [listed.index(each) for each in ids if each in listed]
+    never = [at for at, (seq, row) in enumerate(ids) if seq >= NEXT_SEQ or row >= sizes.get(seq, 9)]
+    if never:
+        seq, row = ids[never[0]]
+        why = f"its segment has {sizes[seq]} row" if seq in sizes else f"the next one gets {NEXT_SEQ}"
+        with pytest.raises(IndexError, match=rf"row {seq}:{row} \(ids\[{never[0]}\]\) never was .*{why}"):
+            rows.numbers(array, NEXT_SEQ)
+    else:
+        assert [each.tolist() for each in rows.numbers(array, NEXT_SEQ)] == [
+            numbers.tolist(),
+            is_there.tolist(),
+        ]

@@ -34,12 +34,10 @@ import arrowcache as ac
 from arrowcache import linux
 from arrowcache.arrow.segment import encode
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.cache_lock import once_unlocked
-from arrowcache.storage.folder import PART_SLACK_BYTES
-from arrowcache.storage.layout import FREED, MOST_SEQ, PART, ranks_name, segment_name
+from arrowcache.storage.layout import FREED, MAX_SEQ, PART, ranks_name, segment_name
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.locks import LockFile
-from arrowcache.storage.sizing import BOOKKEEPING_BYTES
+from arrowcache.storage.locks import LockFile, once_unlocked
+from arrowcache.storage.settings import BOOKKEEPING_BYTES, PART_SLACK_BYTES
 from arrowcache.storage.store import Cancelled, RoomPolicy
 
 RAISE = RoomPolicy("raise")
@@ -218,7 +216,7 @@ def test_segments_of_any_size_stay_within_the_capacity(tmp_path_factory, kilobyt
 def test_half_written_files_count_and_are_not_swept_while_their_writer_lives(cache):
     fill(cache)
     part = cache.store.folder.new_part()
-    part.reserve(100 * KIB)
+    part.allocate(100 * KIB)
     before = len(seqs(cache))
     publish(cache, 1)
     assert len(seqs(cache)) < before - 3
@@ -636,7 +634,7 @@ def test_statistics_agree_with_the_folder(cache):
     cache.evict(1)
     cache.store.folder.isolate(min(os.listdir(cache.path / "segments")), "test")
     part = cache.store.folder.new_part()
-    part.reserve(50 * KIB)
+    part.allocate(50 * KIB)
     stats = cache.stats()
     assert (stats.segments, stats.rows, stats.oldest_seq, stats.next_seq) == (3, 48, 2, 5)
     assert (stats.quarantined, stats.waiting_writers, stats.leased_bytes) == (1, 0, 0)
@@ -731,7 +729,7 @@ def test_of_two_files_with_one_number_only_one_is_a_segment(cache):
         assert snapshot.gather(range(48))["id"].tolist() == list(range(48))
 
 
-@pytest.mark.parametrize("seq", [MOST_SEQ, 2**63, 2**64, 10**20 - 1])
+@pytest.mark.parametrize("seq", [MAX_SEQ, 2**63, 2**64, 10**20 - 1])
 def test_a_number_that_no_segment_has_is_a_foreign_name(cache, seq):
     publish(cache, 1)
     name = segment_name(seq, 16, "")
@@ -745,11 +743,11 @@ def test_a_number_that_no_segment_has_is_a_foreign_name(cache, seq):
 
 def test_publishing_ends_with_the_last_number_and_says_so(cache):
     publish(cache, 1)
-    segment_files(cache)[0].rename(cache.path / "segments" / segment_name(MOST_SEQ - 1, 16, ""))
+    segment_files(cache)[0].rename(cache.path / "segments" / segment_name(MAX_SEQ - 1, 16, ""))
     again = ac.Cache.open(cache.path)
     with again.snapshot() as snapshot:
         assert snapshot.gather(range(16))["id"].tolist() == list(range(16))
-    with pytest.raises(ac.CacheFormatError, match=f"{MOST_SEQ - 1}"):
+    with pytest.raises(ac.CacheFormatError, match=f"{MAX_SEQ - 1}"):
         again.store.publish(segment())
     assert again.stats().incoming_bytes == 0
 
@@ -782,7 +780,7 @@ def test_who_only_looks_asks_about_each_file_before_it_takes_the_lock(cache, mon
 
 
 def test_what_is_being_unlinked_counts_once(tmp_path, monkeypatch):
-    """Neither with a part's slack, nor together with the claim that stands for it while the disk frees it."""
+    """Neither with a part's slack, nor together with the part that stands for it while the disk frees it."""
     with make_cache(tmp_path / "cache", capacity="1MiB", segment_bytes="32KiB") as cache:
         publish(cache, 40)
         before, seen = cache.stats(), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import gzip
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -418,3 +419,23 @@ def test_an_empty_dataset_is_an_error(tmp_path):
     pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet.*there is no rows"):
         ParquetRows(tmp_path)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("passes", [None, 1])
+@pytest.mark.parametrize(("rows", "group_rows"), [(4000, 200), (1000, 50), (1000, 100)])
+def test_a_file_that_has_changed_is_an_error_that_names_it(tmp_path, rows, group_rows, passes, on_error):
+    def write(rows: int, group_rows: int) -> None:
+        pq.write_table(pa.table({"x": np.arange(rows)}), tmp_path / "x.parquet", row_group_size=group_rows)
+
+    write(2000, 100)
+    source = ParquetRows(tmp_path / "x.parquet", passes=passes)
+    write(rows, group_rows)
+    cache = ac.Cache.create(tmp_path / "cache", source.schema, capacity="10MB", segment_rows=300)
+    given = {"progress": False, "on_error": on_error, "segments": None if passes else 99}
+    with (
+        ThreadPoolExecutor(1) as executor,
+        ac.SamplerPool(cache, source, workers=1, executor=executor, **given) as pool,
+        pytest.raises(ac.SamplerError, match=r"x\.parquet: has changed since ParquetRows was made"),
+    ):
+        pool.wait(timeout=60)

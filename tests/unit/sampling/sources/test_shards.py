@@ -95,6 +95,17 @@ def test_only_the_fields_asked_for_are_decoded(folder):
     assert len(take(ragged, 3)) == 3
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("a.b", '{"c": 1}'), ("a.b.c", 1), ("a.x.y", 2), ("a.x.y.z", 3), ("a.x", '{"y": 2}')]
+)
+def test_names_of_json_may_have_dots(tmp_path, field, value):
+    found = {"a.b": {"c": 1}, "a": {"x": {"y": 2}}, "a.x.y": {"z": 3}}
+    if field == "a.x.y":
+        del found["a.x.y"]
+    write_tar(tmp_path / "a.tar", {"0.json": json.dumps(found).encode()})
+    assert take(WebDatasetShards(tmp_path, fields=[f"json.{field}"]), 1)[0] == {f"json.{field}": value}
+
+
 def test_json_objects_are_text_and_fields_names_values_in_them(tmp_path):
     files: dict[str, bytes] = {}
     for number in range(8):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import in_child
+from helpers import in_child, limit, wait_until
 from pyarrow import fs
 
+from arrowcache.sampling.reads import at_once
 from arrowcache.sampling.retries import Retries
-from arrowcache.sampling.sources.choice import Choice, parse_weights
-from arrowcache.sampling.sources.handles import Handles
-from arrowcache.sampling.sources.object_store import at_once, locate, redacted
+from arrowcache.sampling.sources.object_store import Handles, locate, redacted
+from arrowcache.sampling.sources.source import Choice, parse_weights
 
 
 def failing(*errors: Exception):
@@ -241,3 +241,27 @@ def test_a_draw_at_the_end_of_the_range_is_the_last_choice():
 )
 def test_a_uri_is_shown_without_credentials_and_whole_otherwise(uri, shown):
     assert redacted(uri) == shown
+
+
+def test_an_error_waits_for_no_other_call_that_was_begun_with_it():
+    hangs, ended = threading.Event(), threading.Event()
+
+    def call(number: int) -> int:
+        if number == 0:
+            raise ZeroDivisionError
+        assert hangs.wait(60)
+        ended.set()
+        return number
+
+    with pytest.raises(ZeroDivisionError):
+        at_once(call, range(40))
+    assert not ended.is_set()
+    hangs.set()
+    assert at_once(lambda number: -number, range(40)) == [-number for number in range(40)]
+
+
+def test_threads_end_with_the_calls_that_they_make(monkeypatch):
+    limit(monkeypatch, idle_read_seconds=3600)
+    before = {*threading.enumerate()}
+    assert at_once(lambda number: -number, range(40)) == [-number for number in range(40)]
+    wait_until(lambda: not {*threading.enumerate()} - before, "the end of threads without a call")

@@ -1,0 +1,354 @@
+"""Row weights: how often an epoch draws each row: `weights=` of a loader.
+
+`Weighting` makes the weights as an epoch begins, which are frozen then. Of annotations a row without one
+weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience Replay" (Schaul,
+Quan, Antonoglou and Silver, ICLR 2016).
+
+A draw is a function of (weights, seed, epoch, position), so any part of the epoch can be computed without the
+draws before it, as of other orders (shuffle.py). The C code of native/draw.h says which function.
+
+A state, or the file by which ranks share an epoch, names its weights by the digest of their content: they are
+a file in `notes/`. It is written when it is needed: as the state of an epoch under way is asked for, or a
+rank begins an epoch for others. Files of ranks stay as long as their file in `ranks/` is held. Of states
+those of the last few stay: as many as an eighth of the capacity has room for, fewer where leased segments
+leave none, and at least one. An epoch has room for one made before it leases all segments that might leave.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from arrowcache.arrow.convert import require_unmasked
+from arrowcache.arrow.expression import is_expression
+from arrowcache.arrow.schema import Schema, Tensor
+from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError, warn
+from arrowcache.lifetimes import cached_property
+from arrowcache.native.order import Drawn, WeightSums
+from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction, row_at
+from arrowcache.reading.shuffle import RowOrder, key_of
+from arrowcache.storage.layout import WEIGHTS_NAME, RanksRecord, SegmentInfo
+from arrowcache.storage.notes_log import VALUES, NotesLog
+from arrowcache.storage.row_ids import NumberedRows, RowId
+from arrowcache.storage.row_notes import LatestValues, arrow_file
+from arrowcache.storage.store import Store
+from arrowcache.units import did_you_mean, require_text
+
+if TYPE_CHECKING:
+    from arrowcache.reading.snapshot import Snapshot
+
+_WEIGHTS = 3  # keeps draws apart from shuffles
+_MAX_KEPT = 4  # files of states
+_MORE_BYTES = 4096  # of a file than its weights
+_A_NUMBER = "a number for each row: cast it, such as (pyarrow.compute.field('label') == 3).cast('float32')"
+_NEXT_EPOCH = (
+    "those of the last few states are kept; begin the next epoch, with "
+    "state | {'epoch': state['epoch'] + 1, 'position': 0, 'segments': [], 'weights': None}"
+)
+
+
+# draws
+
+
+class Weights:
+    """The weights of the selected rows of a snapshot, (rows,) float32, at least one above 0. Immutable."""
+
+    def __init__(self, of_rows: NDArray[np.float32]) -> None:
+        self.of_rows = of_rows
+
+    @cached_property
+    def name(self) -> str:
+        """A name that no other weights have."""
+        return xxhash.xxh3_64_hexdigest(self.of_rows.data)
+
+    @cached_property
+    def table(self) -> WeightSums:
+        """The tree over them, by which rows are drawn. Blocks: as `WeightSums`."""
+        return WeightSums(self.of_rows)
+
+    def probabilities(self, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The probability (n,) of rows (n,) to be what one draw gives."""
+        return self.of_rows[numbers].astype(np.float64) / self.table.total
+
+
+class Draws(RowOrder):
+    """A pass of so many draws: at each place a row.
+
+    Args:
+        segments: number of segments with the rows.
+        draws: number of draws.
+    """
+
+    def __init__(self, weights: Weights, segments: int, draws: int, seed: int, key: tuple[int, ...]) -> None:
+        super().__init__(segments, draws, drawn=Drawn(weights.table, int(key_of(seed, (*key, _WEIGHTS)))))
+
+
+# the rule
+
+
+class Weighting:
+    """The weights that one loader gives to rows.
+
+    Args:
+        weights, expect: as of `Loader`; weights are not None.
+    Raises: ValueError: a name that is neither a column nor an annotation of any row, while rows have other
+        annotations, or it is like a column's; or an expression that does not fit.
+    Warns: RuntimeWarning: a name that is like no column's, and no row has an annotation yet. It is an error
+        of `of` once rows have only others.
+    """
+
+    def __init__(self, store: Store, weights: Any, expect: Sequence[str] = ()) -> None:
+        self._store, self._notes, schema = store, NotesLog.of(store), store.settings.schema
+        #: None: annotations of one name weigh.
+        self.function: PerSegmentCache[NDArray[np.float64]] | None = None
+        self._values: LatestValues | None = None
+        self._unknown = ""  # the name, while no row has an annotation of it, nor is one expected
+        #: Missing values weigh as much as the heaviest; those of a function or column are an error.
+        self._may_lack = False
+        if is_expression(weights):
+            self.function = StoredFunction.of_expression(
+                store, weights, "weights", expect, _nulls_as_nan, fits=_is_number, wanted=_A_NUMBER
+            )
+            self._may_lack = True
+        elif callable(weights):
+            self.function = PythonFunction(store, weights, "weights", _floats, expect)
+        elif weights in schema:
+            self.function = StoredFunction(store, [weights], itemgetter(weights), _floats)
+        else:
+            self._values, self._may_lack = LatestValues(weights, np.float32), True
+            self._unknown = "" if weights in expect else weights
+            if not self._is_known():
+                warn(
+                    f"no row has an annotation yet, and there are the columns {', '.join(schema)}: "
+                    f"weights={weights!r} draws all rows alike until cache.annotate(ids, {weights}=...), and "
+                    "is an error of the next epoch once rows have only other annotations; pass "
+                    f"expect={weights!r} if they are to come"
+                )
+
+    @property
+    def reads_notes(self) -> bool | None:
+        """True if it reads annotations. None: that is known once a function was asked."""
+        if self._store.settings.dataset is not None:  # whose items have no notes
+            return False
+        return True if self.function is None else self.function.reads_notes
+
+    def _is_known(self) -> bool:
+        """True if some row has or had an annotation of this name, or one is expected.
+
+        Raises: ValueError: rows have others alone, or it is like a column's. Annotations that leave later do
+            not matter.
+        """
+        if self._unknown:
+            names, name = self._notes.names(), self._unknown
+            columns = self._store.settings.schema
+            meant = did_you_mean(name, [*names, *columns])
+            if name not in names and (names or meant):
+                noted = (
+                    f"are the annotations {', '.join(names)}, and"
+                    if names
+                    else "is no annotation, and there are"
+                )
+                raise ValueError(
+                    f"weights={name!r} is neither an annotation of any row nor a column: {meant}"
+                    f"there {noted} the columns {', '.join(columns)}; pass expect={name!r} if rows are to "
+                    "get it"
+                )
+            if names:
+                self._unknown = ""
+        return not self._unknown
+
+    def reserve(self, rows: int, *, of_ranks: bool) -> None:
+        """Have room for a file of weights of so many rows; if they are of annotations, also for these.
+
+        An epoch calls it before it leases all that might leave. A lack of room is an error only of whoever
+        needs it.
+        Blocks: for cache.lock, and while annotations are written.
+        """
+        if self.reads_notes:
+            self._notes.flush_or_warn()
+        with self._store.locked(), suppress(CacheFullError):
+            nbytes = _missing_bytes(self._store, rows, of_ranks=of_ranks)
+            self._store.require_room(nbytes)
+            if self.reads_notes:
+                self._store.require_room(nbytes + self._notes.missing_bytes(rows))
+
+    def of(self, snapshot: Snapshot) -> Weights:
+        """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.
+
+        Blocks: while columns of new segments, and annotations, are read.
+        Raises: ValueError: a weight below 0, infinite or, but of annotations, NaN; all are 0. TypeError: a
+            function's result is no array of numbers. Whatever it raises.
+        """
+        found: NDArray[np.floating[Any]]
+        if self.function is not None:
+            found = np.concatenate(self.function.of(snapshot))
+        else:
+            assert self._values is not None
+            self._is_known()
+            self._notes.flush_or_warn()
+            rows = NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows)
+            found = self._values.of(rows, self._notes.read(VALUES))
+        selected = snapshot.selected
+        found = found.copy() if selected.are_all else selected.values_of(found)
+        weights = Weights(_scaled(found))
+        if self._may_lack and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
+            heaviest = np.fmax.reduce(found, initial=0)
+            found[np.isnan(found)] = heaviest if 0 < heaviest < np.inf else 1
+            weights = Weights(_scaled(found))
+        if (bad := weights.table.bad) >= 0:
+            row = row_at(snapshot, int(selected.ids(np.array([bad]))[0]))
+            raise ValueError(
+                f"row {row} has the weight {found[bad]}: a weight is a finite number, at least 0"
+            )
+        if not weights.table.total:
+            raise ValueError(f"all {len(found)} rows have the weight 0: give some more, to be drawn")
+        return weights
+
+
+def _scaled(found: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """Weights as float32; others by a power of 2: the heaviest is about 1, and what counts is not 0."""
+    if found.dtype == np.float32:
+        return found
+    heaviest = np.fmax.reduce(found, initial=0)
+    with np.errstate(over="ignore", under="ignore"):  # what becomes infinite is named later
+        scaled: NDArray[np.float64] = np.ldexp(found, -np.frexp(heaviest)[1])
+        return scaled.astype(np.float32)
+
+
+def require_weights(weights: object, schema: Schema) -> object:
+    """Return the argument `weights` of a loader. Raises: TypeError, ValueError: it says no weights."""
+    if weights is None or callable(weights) or is_expression(weights):
+        return weights
+    if not isinstance(weights, str):
+        raise TypeError(
+            "weights must be None, the name of an annotation or column, a function, or an expression, not "
+            f"{weights!r}"
+        )
+    if not require_text(weights, "the name of weights"):
+        raise ValueError("weights='' names nothing: give the name of an annotation or column, or a function")
+    if weights[:1] == "_" and weights not in schema:
+        raise ValueError(
+            f"weights={weights!r} can be no annotation, whose name does not begin with '_': if it is a "
+            f"column of batches with ids, give a function, such as lambda columns: columns[{weights!r}] + 1.0"
+        )
+    if weights in schema and not (isinstance(kind := schema[weights], Tensor) and kind.shape == ()):
+        raise ValueError(f"weights={weights!r} is a column of {kind}: name one of a number a row")
+    return weights
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _floats(result: object, segment: SegmentInfo) -> NDArray[np.float64]:
+    require_unmasked(result, f"weights= gave for segment {segment.seq}", 0)
+    found = np.asarray(result)
+    if found.dtype.kind not in "biuf" or found.shape != (segment.rows,):
+        raise TypeError(
+            f"weights= gave {type(result).__name__} of dtype {found.dtype} and shape {found.shape} for the "
+            f"{segment.rows} rows of segment {segment.seq}: return a number for each row"
+        )
+    return found.astype(np.float64)
+
+
+def _nulls_as_nan(found: pa.Array, segment: SegmentInfo) -> NDArray[np.float64]:
+    """Weights of an expression, NaN where one is null."""
+    values: NDArray[np.float64] = found.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    if len(bad := np.flatnonzero(np.isnan(values) & found.is_valid().to_numpy(zero_copy_only=False))):
+        row = RowId(segment.seq, int(bad[0]))
+        raise ValueError(f"row {row} has the weight nan: a weight is a finite number, at least 0")
+    return values
+
+
+# files
+
+
+def _missing_bytes(store: Store, rows: int, *, of_ranks: bool) -> int:
+    """The bytes that a file of weights of so many rows, and one of ranks, take beyond those that are there.
+
+    0 if one is above an eighth of the capacity: it is left to `write_weights`.
+    """
+    nbytes = 4 * rows + _MORE_BYTES
+    if nbytes > store.settings.notes_bytes:
+        return 0
+    return max(0, (1 + of_ranks) * nbytes - store.folder.weights_bytes())
+
+
+def write_weights(store: Store, weights: Weights, *, of_ranks: bool = False) -> None:
+    """Write the file of weights, if it is not there or, at first, if it is damaged; under cache.lock.
+
+    Blocks: for the disk. The content of a file is looked at once for each of these objects.
+    Args:
+        of_ranks: for ranks who join the epoch, by a file in `ranks/` that is linked next; else for a state.
+    Raises: CacheFullError: what is leased leaves no room.
+    """
+    name = _name(weights.name)
+    if weights not in _sound:
+        with suppress(MissingSegmentsError):
+            read_weights(store, weights.name)
+            _sound.add(weights)
+    if weights not in _sound or not store.folder.touch_weights(name, of_ranks=of_ranks):
+        data = arrow_file(pa.schema([("weight", pa.float32())]), [weights.of_rows])
+        kept = max(1, min(_MAX_KEPT, store.settings.notes_bytes // data.size))
+        names_of_ranks = _names_of_ranks(store)
+        for others in reversed(range(kept + of_ranks)):
+            store.folder.drop_weights(others, names_of_ranks)
+            try:
+                store.require_room(data.size)
+                break
+            except CacheFullError:
+                if not others:
+                    raise
+        store.folder.link_weights(name, data, of_ranks=of_ranks)
+        _sound.add(weights)
+
+
+def _names_of_ranks(store: Store) -> set[str]:
+    """The files by which ranks may still join an epoch."""
+    names = set()
+    for data in store.folder.held_ranks():
+        with suppress(CacheFormatError):  # nobody can join it
+            names.add(_name(RanksRecord.unpack(data).weights))
+    return names
+
+
+def read_weights(
+    store: Store, name: str, whose: str = "of the state's epoch", way: str = _NEXT_EPOCH
+) -> Weights:
+    """Read the weights that a state names.
+
+    Args:
+        whose, way: words of the error where another names them.
+    Raises: MissingSegmentsError: the file has left, or is damaged. ValueError: no such name.
+    """
+    if not isinstance(name, str) or not WEIGHTS_NAME.fullmatch(_name(name)):
+        raise ValueError(f"the state is damaged: weights of the name {name!r}")
+    try:
+        with pa.ipc.open_file(store.folder.read_weights(_name(name))) as file:
+            batch = file.get_batch(0)
+        weights = Weights(np.frombuffer(batch.column(0).buffers()[1], np.float32, len(batch)))
+        if weights.name == name:
+            return weights
+        why = "are damaged"
+    except FileNotFoundError:
+        why = "have left the cache"
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:  # of what Arrow meets there
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        why = f"are damaged ({error})"
+    raise MissingSegmentsError(f"the weights {whose} {why}: {way}")
+
+
+def _name(digest: str) -> str:
+    return f"{digest}.weights.arrow"
+
+
+_sound: weakref.WeakSet[Weights] = weakref.WeakSet()  # whose file was found, or made, to be sound

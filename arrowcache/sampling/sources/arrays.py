@@ -20,6 +20,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,11 +28,14 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.retries import mark_permanent, tally
+from arrowcache.sampling.retries import Retries, mark_permanent, tally
 from arrowcache.sampling.sources.object_store import ObjectStore, Once
 
 _HEADER_BYTES = 4096  # 128 in an array of numbers
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+#: Of a header, by NumPy and so by Python's parser. Before Python 3.12 threads that parse at once disturb
+#: each other, and one gets a SystemError (CPython's issue 106905).
+_PARSES = Retries(8, first_seconds=0)
 
 Places = NDArray[np.int64]  # (windows, axes): where each begins
 
@@ -358,6 +362,17 @@ class Array(Protocol):
     def close(self) -> None: ...
 
 
+def _header(head: bytes) -> tuple[tuple[tuple[int, ...], bool, np.dtype[Any]], int]:
+    """Return an array's shape, order and dtype, and where in the file its cells begin."""
+    file = io.BytesIO(head)
+    found = _HEADERS[npy.read_magic(file)](file)
+    return found, file.tell()
+
+
+def _is_disturbed(error: Exception) -> bool:
+    return isinstance(error, SystemError)
+
+
 class NpyArray:
     """A .npy file. A box is read in one piece, from its first cell in the file to its last.
 
@@ -369,18 +384,17 @@ class NpyArray:
         self._store, self._path = store, path
         self._file = store.run(lambda: store.open(path), path)
         try:
-            head = io.BytesIO(store.run(lambda: self._file.read_at(_HEADER_BYTES, 0), path))
+            head = store.run(lambda: self._file.read_at(_HEADER_BYTES, 0), path)
             nbytes = store.run(self._file.size, path)
             try:
-                header = _HEADERS[npy.read_magic(head)]
-                shape, in_fortran_order, dtype = header(head)
+                found = _PARSES.call(partial(_header, head), passes=_is_disturbed)
             except (ValueError, KeyError) as error:
                 raise self._damaged(f"its header cannot be read: {error}") from None
+            (shape, in_fortran_order, dtype), self._start = found
             if dtype.hasobject:
                 raise self._damaged("it holds Python objects, which are pickled, and never read here")
             strides = strides_of(shape, dtype.itemsize, in_fortran_order=in_fortran_order)
             self.layout = ArrayLayout(shape, dtype, None, strides, (None,) * len(shape))
-            self._start = head.tell()
             if nbytes < (expected := self._start + dtype.itemsize * math.prod(shape)):
                 raise self._damaged(f"it has {nbytes} bytes, and should have {expected}")
         except BaseException:

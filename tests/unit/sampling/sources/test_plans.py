@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import pickle
 import random
 import subprocess
@@ -147,6 +149,31 @@ def test_planned_windows_are_what_the_array_has_at_their_position(tmp_path, kind
         assert rows["data"].shape == (300, 6, 5, 5)
         for (x, y), data in zip(rows["position"].tolist(), rows["data"], strict=True):
             assert np.array_equal(data, array[x : x + 6, y : y + 5])
+
+
+def test_a_npy_opens_while_another_thread_parses_in_the_middle_of_its_header(tmp_path):
+    path = stored(tmp_path, "npy", np.arange(40.0))
+    begun, rounds = 0, 0
+
+    def parse_once(phase: str, info: dict[str, int]) -> None:  # as another thread might that runs there
+        nonlocal begun
+        begun += phase == "start"
+        if begun == 1 and phase == "start":
+            ast.literal_eval("[0]")
+
+    thresholds = gc.get_threshold()
+    for allocations in range(1, 100):  # until the callback runs: some are the parser's, before Python 3.12
+        gc.collect()
+        begun = 0
+        gc.callbacks.append(parse_once)
+        gc.set_threshold(allocations)
+        try:
+            ArrayWindows(path, (2,))
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(parse_once)
+        rounds += begun > 0
+    assert rounds > 20
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

@@ -542,7 +542,10 @@ class RowsWait:
         found, options = self._available_rows, self._options
         step_rows = options.step_rows(self._world_size)
         is_short = options.drop_last and options.wait_rows <= found.rows < step_rows
-        is_refused = not (found.rows or options.expect) and options.wait_rows <= self._rows_listed
+        refuses, way_out = found.refused  # nothing does where all segments prove to be damaged
+        is_refused = (
+            bool(refuses) and not (found.rows or options.expect) and options.wait_rows <= self._rows_listed
+        )
         if found.pace_says:
             is_short = is_refused = False
         is_empty = not self._rows_listed and options.wait_rows == 1 and not self._store.segments()
@@ -550,12 +553,13 @@ class RowsWait:
             return ""
         path = self._store.folder.path
         if is_empty:
+            damaged = len(self._store.folder.quarantined_names())
+            but = f" but for {format_count(damaged, 'damaged segment')} in quarantine" if damaged else ""
             return (
-                f"{path} is empty, and nobody writes to it: first start samplers, or write rows by "
+                f"{path} is empty{but}, and nobody writes to it: first start samplers, or write rows by "
                 f"cache.writer(); or pass wait_rows={max(2, step_rows)} to wait for them"
             )
         if is_refused:
-            refuses, way_out = found.refused
             return (
                 f"{refuses} all {format_count(self._rows_listed, 'row')} of {path}, and nobody writes to it: "
                 f"{way_out}, or start samplers"

@@ -318,11 +318,23 @@ class ColumnFunctions:
         self._functions, self._transform = dict(functions), transform
 
     def __call__(self, batch: dict[str, Any]) -> Any:
-        """Call them. Raises: as they do. TypeError, ValueError: not an array, or one of other rows."""
+        """Call them.
+
+        Raises: as they do, with the column's name in a note. TypeError, ValueError: not an array, or one of
+            other rows. RuntimeError: one raised StopIteration.
+        """
         for name, function in self._functions.items():
             column = batch[name]
             rows = len(column.offsets) - 1 if isinstance(column, Values) else len(column)
-            batch[name] = _require_rows(name, function(column), rows)
+            try:
+                result = function(column)
+            except StopIteration as error:
+                raise RuntimeError(f"the function of column {name!r} raised StopIteration") from error
+            except Exception as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"It was raised by the function of column {name!r}.")
+                raise
+            batch[name] = _require_rows(name, result, rows)
         return batch if self._transform is None else self._transform(batch)
 
     def __repr__(self) -> str:

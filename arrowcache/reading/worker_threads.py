@@ -39,17 +39,17 @@ class Future(Generic[T]):
         self._is_done = False
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._claim = _thread.allocate_lock()  # taken by the thread that runs it, or cancels it
+        self._start = _thread.allocate_lock()  # taken by the thread that runs it, or cancels it
         self._pending = _thread.allocate_lock()
         self._pending.acquire()
 
     def begin(self) -> bool:
-        """Claim the work. Returns: False: the work was begun or cancelled before."""
-        return self._claim.acquire(blocking=False)
+        """Begin the work. Returns: False: the work was begun or cancelled before."""
+        return self._start.acquire(blocking=False)
 
     def cancel(self) -> bool:
         """Keep the work from beginning. Returns: False: the work was begun or cancelled before."""
-        if not self._claim.acquire(blocking=False):
+        if not self._start.acquire(blocking=False):
             return False
         self.set_exception(CancelledError())
         return True

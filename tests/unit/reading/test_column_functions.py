@@ -140,15 +140,28 @@ def test_what_is_no_function_of_a_column_is_refused_at_once(cache, columns, erro
         Loader(cache, 4, columns=columns)
 
 
-def test_a_stop_iteration_of_a_function_does_not_end_the_epoch_in_silence(cache):
+@pytest.mark.parametrize("workers", [0, 1], ids=["thread", "process"])
+def test_a_stop_iteration_of_a_function_does_not_end_the_epoch_in_silence(cache, workers):
     def function(_):
         raise StopIteration
 
     with (
-        Loader(cache, 4, columns={"id": function}) as loader,
-        pytest.raises(RuntimeError, match="StopIteration"),
+        Loader(cache, 4, columns={"id": function}, workers=workers) as loader,
+        pytest.raises(RuntimeError, match="the function of column 'id' raised StopIteration"),
     ):
         list(loader)
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="errors have notes from Python 3.11 on")
+@pytest.mark.parametrize("workers", [0, 1], ids=["thread", "process"])
+def test_an_error_of_a_function_has_a_note_with_its_column(cache, workers):
+    functions = {"id": None, "image": lambda rows: np.stack(rows[:0])}
+    with (
+        Loader(cache, 4, columns=functions, workers=workers) as loader,
+        pytest.raises(ValueError, match="at least one array") as caught,
+    ):
+        list(loader)
+    assert caught.value.__notes__ == ["It was raised by the function of column 'image'."]
 
 
 def test_what_cannot_be_pickled_is_refused_for_processes(cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -306,6 +307,17 @@ def test_a_finite_cache_of_fewer_rows_than_a_batch_says_at_once_how_to_read_it(c
     assert "wait_rows=64" in text
     with Loader(cache, 64, drop_last=False) as loader:
         assert [len(batch["id"]) for batch in loader] == [16]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:segment .* quarantined:RuntimeWarning")
+def test_a_cache_whose_only_segment_is_damaged_says_that_it_is_in_quarantine(cache):
+    publish(cache, 1)
+    (segment,) = cache.store.segments()
+    os.truncate(cache.store.path_of(segment), 100)
+    says = "is empty but for 1 damaged segment in quarantine, and nobody writes to it: first start"
+    with Loader(cache, 16) as loader, pytest.raises(ac.LoaderTimeoutError, match=says):
+        iter(loader)
 
 
 @pytest.mark.slow

@@ -314,7 +314,10 @@ def test_what_cannot_pass_ends_a_pool_at_its_first_try(caches, sampler):
 # waiting
 
 
-def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
+@pytest.mark.parametrize(
+    ("in_flight", "most"), [(None, 3 + 2 * 2), ("40KiB", 2)], ids=["workers and two a node", "of 18 KiB each"]
+)
+def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path, in_flight, most):
     begun = tmp_path / "begun"
     begun.mkdir()
 
@@ -330,12 +333,11 @@ def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
     one, two = opened(caches)
     held = [one.snapshot(), two.snapshot()]
     try:
-        with SamplerPool(caches, full(sampler), **OPTIONS) as pool:
+        with SamplerPool(caches, full(sampler), in_flight=in_flight, **OPTIONS) as pool:
             wait_until(
                 lambda: [cache.stats().waiting_writers for cache in (one, two)] == [1, 1], "both to be full"
             )
             before = pool.stats().segments
-            most = 3 + 2 * 2  # workers, and two a node
             wait_until(lambda: len(os.listdir(begun)) >= before + 2, "the samplers")
             assert len(os.listdir(begun)) <= before + most
             held.pop().close()
@@ -354,7 +356,6 @@ def test_full_caches_hold_the_samplers_up_until_there_is_room(caches, tmp_path):
 
 def test_a_failing_task_is_told_with_its_traceback_while_the_others_go_on(caches):
     pool = SamplerPool(caches, fails_at(2), segments=5, retries=1, in_flight="40KiB", **OPTIONS)
-    assert pool._engine._most == 2, "segments in flight, of 18 KiB"
     with pytest.raises(ac.SamplerError, match=r"in read_remote_scan(.|\n)*Peculiar: no such scan"):
         pool.wait(timeout=LONG_SECONDS)
     pool.stop()

@@ -21,9 +21,10 @@ core-3.10 := .[test]
 core-3.11 := .[test]
 core-3.12 := .[test]
 core-3.13 := .[test]
-# pyspark is an archive of source, which wheel builds.
 spark := .[test] pyspark
+# pyspark, and a requirement of cosmic-ray, are archives of source, which wheel builds.
 BUILDS_spark := wheel
+BUILDS_mutants := wheel
 uv := uv
 # Those that `make peers` makes when it needs them; arrowcache is not installed there. Hatchling is not needed, either.
 PEERS := peers streaming reverb

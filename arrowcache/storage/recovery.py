@@ -54,8 +54,14 @@ def store_of(cache: HasStore | str | os.PathLike[str]) -> Store:
         return open_store(Path(cache).absolute(), check="structure")
     store = getattr(cache, "store", None)
     if not isinstance(store, Store):
-        has_one = hasattr(type(cache), "cache")  # a CachedDataset
-        way = ": pass its .cache, which has the items that are in" if has_one else ""
+        kind, way = type(cache), ""
+        if hasattr(kind, "cache"):  # a CachedDataset
+            way = ": pass its .cache, which has the items that are in"
+        elif hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+            way = (
+                ": read a dataset through arrowcache.torch.cached(dataset, path, capacity=...), "
+                "and give that to arrowcache.torch.Loader"
+            )
         raise TypeError(f"expected a Cache or the path of one, got {cache!r}{way}")
     return store
 

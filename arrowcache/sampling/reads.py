@@ -69,6 +69,7 @@ _LATE_TIMES = 4  # the usual time, after which a read is late
 _READS_PER_HEDGE = 10  # begun, at least, for each that is begun again
 _STEP = 1.05  # of the running median: up where a read took longer, else down
 _MAX_PARTS = 200  # of a read, that are looked at
+_MAX_DEPTH = 8  # of lists within a sample, whose bytes are counted
 _SETS = ("STORE_DEREF", "DELETE_DEREF")
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _WAY_OUT = "write `yield partial(read, key)`, with functools.partial, which keeps the values of this moment"
@@ -387,10 +388,11 @@ class Threads:
 def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """Call a function for each item, several at the same time: each call mostly waits for a store.
 
+    The main thread calls none itself: Ctrl-C does not end a call in C.
     Raises: the error of the first failed call, or KeyboardInterrupt, at once: calls that had not begun never
         do, and those at work are left behind, in daemon threads.
     """
-    if len(items) < 2:
+    if len(items) < 2 and threading.current_thread() is not threading.main_thread():
         return [function(item) for item in items]
     threads = Threads(min(_AT_ONCE, len(items)), Retries(0))
     try:
@@ -657,15 +659,22 @@ def values_of(read: Read) -> Values:
     )
 
 
-def _nbytes(values: object) -> int:
-    """The bytes of a sample, of its arrays and texts, also in lists."""
-    if isinstance(values, bytes | str):
-        return len(values)
-    if isinstance(values, Mapping):
-        values = [*values.values()]
-    if isinstance(values, list | tuple):
-        return sum(map(_nbytes, values))
-    return int(getattr(values, "nbytes", 0))
+def _nbytes(values: object, depth: int = 0) -> int:
+    """About the bytes of a sample, of its arrays and texts, also in lists.
+
+    Never raises, since a read would have no end: what cannot tell its bytes, such as a dataset of a closed file,
+    counts as nothing, and fails when it is appended.
+    """
+    try:
+        if isinstance(values, bytes | str):
+            return len(values)
+        if isinstance(values, Mapping):
+            values = [*values.values()]
+        if isinstance(values, list | tuple):  # which may hold itself
+            return sum(_nbytes(each, depth + 1) for each in values) if depth < _MAX_DEPTH else 0
+        return max(0, int(getattr(values, "nbytes", 0)))
+    except Exception:  # noqa: BLE001  # the code of anybody's class
+        return 0
 
 
 def made_or_fault(make: Callable[[], T]) -> T | Fault:

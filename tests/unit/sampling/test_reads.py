@@ -23,7 +23,7 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.reads import Samples, Threads, held_bytes
+from arrowcache.sampling.reads import Samples, Threads, at_once, held_bytes
 from arrowcache.sampling.retries import Retries, may_pass
 from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Task
@@ -150,6 +150,19 @@ def test_reads_of_many_calls_run_at_a_time_too():
         wait_until(lambda: store.at_work == 8, "the reads")
         store.gate.set()
         assert len(set(ids.result(60))) == ROWS
+
+
+@pytest.mark.parametrize("items", [[], [1], [1, 2, 3]])
+def test_the_main_thread_makes_no_call_of_a_store_which_ctrl_c_could_not_end(items):
+    here = threading.current_thread()
+    seen = at_once(lambda item: (item, threading.current_thread() is here), items)
+    assert seen == [(item, False) for item in items]
+
+
+def test_a_thread_that_reads_makes_a_single_call_itself():
+    with ThreadPoolExecutor(1) as pool:
+        (seen,) = pool.submit(at_once, lambda _: threading.get_ident(), [1]).result()
+        assert seen == pool.submit(threading.get_ident).result()
 
 
 def test_a_sampler_without_reads_starts_no_thread():
@@ -512,6 +525,39 @@ def test_what_keeps_its_values_is_taken():
 def test_a_read_that_returns_no_sample_is_an_error(result):
     with pytest.raises(SamplerError, match="must return a mapping"):
         ids_of(lambda rng: [partial(lambda found: found, result)])
+
+
+class Numbers:
+    """An array's numbers, of a class that tells its bytes in a way of its own."""
+
+    def __init__(self, nbytes: Any) -> None:
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> Any:
+        if isinstance(self._nbytes, Exception):
+            raise self._nbytes
+        return self._nbytes
+
+    def __array__(self, *_: object, **__: object) -> Any:
+        return row(3)["x"]
+
+
+@pytest.mark.parametrize(
+    "nbytes", [float("nan"), float("inf"), lambda: 80, "80", None, -1, RuntimeError("a closed file's")]
+)
+def test_a_sample_that_cannot_tell_its_bytes_is_a_sample_too(nbytes):
+    assert ids_of(lambda rng: [partial(dict, id=key, x=Numbers(nbytes)) for key in range(ROWS)]) == [
+        *range(ROWS)
+    ]
+    assert held_bytes() == 0
+
+
+def test_a_sample_that_holds_itself_is_an_error():
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(SchemaError, match="x"):
+        ids_of(lambda rng: [partial(dict, id=0, x=endless)])
 
 
 def test_a_mapping_that_can_be_called_is_a_sample():

@@ -314,7 +314,7 @@ class ReadCounts:
         elif self.cpu_seconds > _MAX_BUSY * self.drawing_seconds:
             found.append("the processor is the limit: more workers, as far as there are processors")
         elif self.reading_seconds > self.drawing_seconds / 2:
-            found.append("the store is the limit: more `reads`")
+            found.append("the store is the limit: more `reads`, or of HDF5, read one at a time, more workers")
         elif self.reading_seconds + self.cpu_seconds < _MIN_KNOWN * self.drawing_seconds:
             found.append("the sampler itself waits: if it reads, `yield partial(read, key)`; or more workers")
         if self.fetched > _MAX_FETCHED:

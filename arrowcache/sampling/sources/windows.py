@@ -485,9 +485,9 @@ def parse_where(where: Mapping[str | int, slice] | None) -> dict[str | int, slic
     if not isinstance(where, Mapping):
         raise TypeError(f"where must be a mapping, such as {{'time': slice(0, 2016)}}, not {where!r}")
     for axis, part in where.items():
-        if isinstance(axis, bool) or not isinstance(axis, str | int):
-            raise TypeError(f"where has an axis {axis!r}: it is a number, or a name")
-        if isinstance(axis, int) and axis < 0:
+        if isinstance(axis, bool) or not isinstance(axis, str | int | np.integer):
+            raise TypeError(f"where has an axis {axis!r}: give a number, or a name")
+        if not isinstance(axis, str) and axis < 0:
             raise ValueError(f"where has an axis {axis}: axes are counted from 0 on")
         if not isinstance(part, slice):
             raise TypeError(f"where[{axis!r}] must be a slice, such as slice(0, 2016), not {part!r}")
@@ -496,7 +496,7 @@ def parse_where(where: Mapping[str | int, slice] | None) -> dict[str | int, slic
                 raise TypeError(f"where[{axis!r}] is {part}: give numbers of cells, not {end!r}")
         if part.step not in (None, 1):
             raise ValueError(f"where[{axis!r}] is {part}: windows have no steps: leave out {part.step!r}")
-    return dict(where)
+    return {axis if isinstance(axis, str) else int(axis): part for axis, part in where.items()}
 
 
 def parts_of(

@@ -556,7 +556,7 @@ def test_windows_lie_in_the_part_of_an_axis_that_was_asked_for(tmp_path, kind):
     assert rows["position"].min(axis=0).tolist() == [11, 4]
     assert rows["position"].max(axis=0).tolist() == [28, 11]
     by_number = ArrayWindows(
-        uri, (3, 5), where={0: slice(11, 31), 1: slice(4, 16), 2: slice(1, 3)}, with_position=True
+        uri, (3, 5), where={0: slice(11, 31), np.int64(1): slice(4, 16), 2: slice(1, 3)}, with_position=True
     )
     assert digest(by_number, 4) == digest(source, 4)
 

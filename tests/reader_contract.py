@@ -6,8 +6,10 @@ for each reader and each way in which its batches are made.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -316,6 +318,17 @@ class WholeEpochs:
                 del epoch, cycle
                 gc.collect()
                 assert sorted(ids_of(reader)) == IDS
+
+    def test_an_iterator_cannot_be_copied_and_none_of_its_batches_is_lost(self, face, cache):
+        face.needs("one epoch")
+        with face.make(cache, 16) as reader:
+            epoch = iter(reader)
+            head = ids_of(itertools.islice(epoch, 3))
+            for again in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match="cannot be pickled or copied"):
+                    again(epoch)
+            gc.collect()
+            assert sorted(head + ids_of(epoch)) == IDS
 
     def test_endless_batches_that_their_consumer_closes_end_in_silence(self, face, cache):
         face.needs("repeat")

@@ -134,8 +134,8 @@ class AheadIterator(EpochIterator):
     _taken: ReadyBatch | None = None  # the batch ahead
     _placed: Batch | None = None  # on its device; None if that failed, so that its step tries again
 
-    def _next(self, source: BatchSource) -> Batch:
-        taken, placed = self._taken, self._placed
+    def take(self) -> ReadyBatch | None:
+        source, taken, placed = self._source, self._taken, self._placed
         self.forget()
         try:
             if taken is None:
@@ -144,14 +144,14 @@ class AheadIterator(EpochIterator):
             source.close(error=type(error))
             raise
         try:
-            if taken is not None:
-                placed = self._finish(taken.batch) if placed is None else placed
-                self._look_ahead(source)
+            if taken is None:
+                return None
+            placed = self._finish(taken.batch) if placed is None else placed
+            self._look_ahead(source)
         except BaseException:
             source.close()
             raise
-        source.deliver(taken)  # now nothing comes between it and its consumer
-        return {} if placed is None else placed
+        return taken._replace(batch=placed)
 
     def _look_ahead(self, source: BatchSource) -> None:
         """Take the batch behind, if it is made, and put it on the device; an error waits for its step."""

@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from arrowcache.lifetimes import Origin, exit_has_begun, until_exit
 from arrowcache.reading.assembly import Batch, ReadyBatch
@@ -232,21 +232,32 @@ class EpochIterator(Iterator[Batch]):
         """
         self._source.require_own()  # first: in a forked child the turn may be taken for ever
         with self._turn:
-            return self._next(self._source)
+            made = self.take()
+            self._source.deliver(made)  # now nothing comes between it and its consumer
+            assert made is not None  # else it has raised
+            return made.batch
 
-    def _next(self, source: BatchSource) -> Batch:
+    def take(self) -> ReadyBatch | None:
+        """Return the next batch, converted and not delivered yet, or None at the end. Blocks, Raises: as `next`."""
+        source = self._source
         try:
             made = source.next(self._timeout_seconds)
         except BaseException as error:
             source.close(error=type(error))
             raise
         try:
-            batch = {} if made is None else self._finish(made.batch)
+            return None if made is None else made._replace(batch=self._finish(made.batch))
         except BaseException:
             source.close()
             raise
-        source.deliver(made)  # now nothing comes between it and its consumer
-        return batch
+
+    def is_ready(self) -> bool:
+        """As of `BatchSource`."""
+        return self._source.is_ready()
+
+    def deliver(self, made: ReadyBatch | None) -> None:
+        """As of `BatchSource`: for who takes batches ahead of a consumer."""
+        self._source.deliver(made)
 
     def close(self) -> None:
         self._source.close()
@@ -255,3 +266,9 @@ class EpochIterator(Iterator[Batch]):
     def __del__(self) -> None:
         if (source := getattr(self, "_source", None)) is not None:  # missing if Ctrl-C came before it was set
             source.close(error=GeneratorExit)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an iterator over a Loader cannot be pickled or copied: its batches are under way here; pass on the "
+            "Loader, or its state_dict()"
+        )

@@ -28,7 +28,7 @@ from arrowcache.arguments import face
 from arrowcache.lifetimes import Closable, at_exit, call_all, until_exit
 from arrowcache.limits import Limits
 from arrowcache.reading.assembly import ReadyBatch
-from arrowcache.reading.batch_source import NEWER, BatchSource
+from arrowcache.reading.batch_source import NEWER, BatchSource, EpochIterator
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.device_copier import (
     DeviceCopier,
@@ -277,38 +277,58 @@ class DevicePrefetcher(Closable):
 
 
 class _Iterated(BatchSource):
-    """An iterator as a source. `is_ours`: it is closed at the end, if possible."""
+    """An iterator as a source. `is_ours`: it is closed at the end, if possible.
+
+    A batch of a loader's iterator counts once it is delivered here, unless the iterator is not ours and goes on:
+    then those that were taken ahead count as it goes on behind them.
+    """
 
     _what = "iteration"
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         super().__init__(None)
         self._iterator, self._is_ours = iterator, is_ours
-        self._is_over, self._ahead = False, 0  # all batches were taken; those that are not delivered
+        self._of_loader = iterator if isinstance(iterator, EpochIterator) else None
+        self._is_over = False  # all batches were taken
+        self._ahead: deque[ReadyBatch] = deque()  # not delivered yet; without what they hold
 
     def _take(self, timeout_seconds: float | None) -> ReadyBatch | None:  # noqa: ARG002  # it cannot be told
+        of_loader = self._of_loader
         try:
-            batch = next(self._iterator)
+            if of_loader is None:
+                made: ReadyBatch | None = ReadyBatch(next(self._iterator), 0, 0, 0, 0.0, None)
+            else:
+                made = of_loader.take()
+                if made is None and not self._ahead:  # others may have cut it short
+                    of_loader.deliver(None)
         except StopIteration:
+            made = None
+        if made is None:
             self._is_over = True
             return None
-        self._ahead += 1
-        return ReadyBatch(batch, 0, 0, 0, 0.0, None)
+        self._ahead.append(made._replace(batch=None))
+        return made
 
     def _look(self) -> bool:
-        return True  # it cannot be asked
+        return self._of_loader is None or self._of_loader.is_ready()  # others cannot be asked
 
     def _count(self, made: ReadyBatch) -> None:  # noqa: ARG002
-        self._ahead -= 1
+        ahead = self._ahead.popleft()
+        if self._of_loader is not None:
+            self._of_loader.deliver(ahead)
 
     def _is_whole(self) -> bool:
         return self._is_over and not self._ahead
 
     def _abandon(self) -> None:
-        """Nothing is under way."""
+        while self._ahead:
+            ahead = self._ahead.popleft()
+            if self._of_loader is not None and not self._is_ours:
+                with suppress(Exception):  # it has ended, and its consumer is told
+                    self._of_loader.deliver(ahead)
 
     def _release(self) -> None:
-        iterator, self._iterator = self._iterator, iter(())
+        iterator, self._iterator, self._of_loader = self._iterator, iter(()), None
         if self._is_ours and callable(end := getattr(iterator, "close", None)):
             end()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from arrowcache.arguments import face, instead
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
-from arrowcache.errors import ArrowCacheError
+from arrowcache.errors import WHERE, ArrowCacheError, called
 from arrowcache.lifetimes import Closable
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining, importing
@@ -164,7 +165,7 @@ class Cache(Shown, Closable):
         Raises: TypeError: `where` is not a function.
         """
         require_function(where, "where")
-        return Snapshot.take(self.store, where)
+        return Snapshot.take(self.store, where if where is None else partial(called, WHERE, where))
 
     def stats(self) -> CacheStats:
         """Return counts of the present content, and of its use by all processes."""

@@ -19,9 +19,15 @@ message, so it survives pickling through a worker process.
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, TypeVar
 
 _log = logging.getLogger("arrowcache")
+
+T = TypeVar("T")
+
+WHERE = "the function of where="
 
 
 class ArrowCacheError(Exception):
@@ -71,6 +77,21 @@ def sentence_of(error: BaseException) -> str:
     else:
         text = str(error) or type(error).__name__
     return " ".join(text.split())
+
+
+def called(whose: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a user's function. From Python 3.11 on a note says whose an error is: "the function of where=".
+
+    Raises: as it does. RuntimeError: it raised StopIteration, which would end who iterates over batches.
+    """
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{whose} raised StopIteration, which would end the epoch") from error
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(f"It was raised by {whose}.")
+        raise
 
 
 def warn(message: str) -> None:

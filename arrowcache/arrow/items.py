@@ -9,6 +9,7 @@ Pure: no item is changed.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MemberDescriptorType
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from arrowcache.arrow.convert import as_array, infer_type, require_value, variable_row
 from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor
-from arrowcache.errors import SchemaError
+from arrowcache.errors import SchemaError, called
 from arrowcache.units import as_int
 
 ALONE = "value"
@@ -344,18 +345,8 @@ def shown(name: str) -> str:
 
 
 def item_of(dataset: Any, index: int) -> Any:
-    """Return dataset[index]. An error of the dataset gets a note with the index, from Python 3.11 on.
-
-    Raises: RuntimeError: the dataset raised StopIteration, which would end whoever iterates over items.
-    """
-    try:
-        return dataset[index]
-    except StopIteration as error:
-        raise RuntimeError(f"item {index} of the dataset raised StopIteration, which is no item") from error
-    except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(f"It was raised by item {index} of the dataset.")
-        raise
+    """Return dataset[index]. Raises: as `called`, which names the item."""
+    return called(f"item {index} of the dataset", operator.getitem, dataset, index)
 
 
 def getter_of_items(dataset: Any) -> Callable[[list[int]], list[Any]] | None:

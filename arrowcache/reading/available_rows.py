@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError, LoaderTimeoutError, log, warn
+from arrowcache.errors import WHERE, ArrowCacheError, LoaderTimeoutError, called, log, warn
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction
@@ -231,7 +231,7 @@ class AvailableRows:
         Raises: whatever it raises.
         """
         listed = self.store.segments()
-        first = next((each for each in listed if self._where is None or self._where(each)), None)
+        first = next((each for each in listed if self._where is None or self._asked(each)), None)
         if first is not None:
             with Snapshot.take(self.store, lambda segment: segment.seq == first.seq) as snapshot:
                 snapshot.map_all()
@@ -309,7 +309,7 @@ class AvailableRows:
     def _asked(self, segment: SegmentInfo) -> bool:
         assert self._where is not None
         with self._meter.choosing():
-            return bool(self._where(segment))
+            return bool(called(WHERE, self._where, segment))
 
 
 def _seqs(segments: Sequence[SegmentInfo]) -> NDArray[np.int64]:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Binary, FixedType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.arrow.segment import element_bytes
-from arrowcache.errors import CorruptSegmentError
+from arrowcache.errors import CorruptSegmentError, called
 from arrowcache.lifetimes import cached_property
 from arrowcache.limits import Limits
 from arrowcache.linux import most_mappings
@@ -326,14 +326,7 @@ class ColumnFunctions:
         for name, function in self._functions.items():
             column = batch[name]
             rows = len(column.offsets) - 1 if isinstance(column, Values) else len(column)
-            try:
-                result = function(column)
-            except StopIteration as error:
-                raise RuntimeError(f"the function of column {name!r} raised StopIteration") from error
-            except Exception as error:
-                if hasattr(error, "add_note"):  # from Python 3.11 on
-                    error.add_note(f"It was raised by the function of column {name!r}.")
-                raise
+            result = called(f"the function of column {name!r}", function, column)
             batch[name] = _require_rows(name, result, rows)
         return batch if self._transform is None else self._transform(batch)
 

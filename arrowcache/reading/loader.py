@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from arrowcache.arguments import OF_DATALOADER, instead
+from arrowcache.errors import WHERE, called
 from arrowcache.lifetimes import Closable, Origin, at_exit, call_all, until_exit
 from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory, RowAssembly
 from arrowcache.reading.batch_source import CLOSED, LOADED, NEWER, Batches, EpochIterator
@@ -296,7 +297,7 @@ class Loader(Closable):
         with self._store.locked():
             listed = self._store.segments()
         if where is not None:
-            listed = [segment for segment in listed if where(segment)]
+            listed = [segment for segment in listed if called(WHERE, where, segment)]
         odd = [segment for segment in listed if segment.rows % size]
         if odd:
             raise ValueError(

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from arrowcache import linux
 from arrowcache.arrow.expression import REPLACE_IT, reason_of, require_expression, shown, table_function
 from arrowcache.arrow.schema import RESERVED_NAMES
+from arrowcache.errors import called
 from arrowcache.lifetimes import cached_property
 from arrowcache.limits import Limits
 from arrowcache.proc import memory_bytes
@@ -317,12 +318,7 @@ class PythonFunction(PerSegmentCache[T]):
         def ask(run: range) -> Iterator[T]:
             for index in run:
                 columns = RowColumns(snapshot, index, annotated, self._read)
-                try:
-                    result = self._function(columns)
-                except StopIteration as error:
-                    raise RuntimeError(
-                        f"the function of {self._argument}= raised StopIteration, which would end the epoch"
-                    ) from error
+                result = called(f"the function of {self._argument}=", self._function, columns)
                 yield self._checked(result, snapshot.segments[index])
                 self.reads_notes = bool(self.reads_notes) or columns.reads_notes
 

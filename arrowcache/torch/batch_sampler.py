@@ -191,6 +191,8 @@ class EpochRows(Iterator[list[int]]):
     def __next__(self) -> DrawnRows:
         if self._was_cut_short:
             raise cut_short("its batch sampler was closed")
+        if self._owned is not None:
+            self._owned.origin.require("this epoch", "iterate anew here")
         if not self._has_stopped:
             rows = (self._owned or self._begin()).draw()
             if rows is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from arrowcache.arrow.items import getter_of_items, item_of
-from arrowcache.errors import ArrowCacheError, SchemaError, warn
+from arrowcache.errors import ArrowCacheError, SchemaError, called, warn
 from arrowcache.lifetimes import forgets_in_child
 from arrowcache.read_through.read_through import LeftOut
 from arrowcache.sampling.reads import Threads
@@ -193,10 +193,7 @@ def _many_items(many: Callable[[list[int]], Iterable[Any]], indices: list[int]) 
 
     Raises: SchemaError: they are fewer or more. RuntimeError: it raised StopIteration.
     """
-    try:
-        items = [*many(indices)]
-    except StopIteration as error:
-        raise RuntimeError("__getitems__ of the dataset raised StopIteration, which is no item") from error
+    items = called("__getitems__ of the dataset", lambda: [*many(indices)])
     if len(items) != len(indices):
         raise SchemaError(
             f"__getitems__ of the dataset gave {format_count(len(items), 'item')} for the indices "

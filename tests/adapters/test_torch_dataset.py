@@ -472,6 +472,22 @@ def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_as_if_com
         list(dataloader(cache, 16, workers, transform=lambda batch: next(iter(()))))
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         next(iter(dataloader(cache, 16, workers, where=lambda segment: next(iter(())))))
+    with pytest.raises(RuntimeError, match="the function of where= raised StopIteration"):
+        len(EpochBatchSampler(cache, 16, where=lambda segment: next(iter(()))))
+
+
+def test_a_forked_child_does_not_go_on_with_the_epoch_of_its_parent(cache):
+    batches = iter(dataloader(cache, 16, 0, shuffle=None))
+    head = next(batches)["id"].tolist()
+
+    def child():
+        with pytest.raises(ValueError, match="this epoch belongs to the process that forked.*iterate anew"):
+            next(batches)
+        assert len(ids_of(dataloader(cache, 16, 0))) == len(cache.snapshot())
+
+    with in_child(child):
+        pass
+    assert sorted(head + ids_of(batches)) == sorted(ids_of(dataloader(cache, 16, 0)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

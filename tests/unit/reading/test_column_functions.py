@@ -174,8 +174,11 @@ def test_elsewhere_functions_are_refused(cache):
     functions = {"image": decode}
     with cache.snapshot() as snapshot, pytest.raises(TypeError, match=r"a list of names here.*\['image'\]"):
         snapshot.gather([0], functions)
+    with cache.snapshot() as snapshot, pytest.raises(TypeError, match=r"a list of names here.*\['id'\]"):
+        snapshot.gather([0], {"id": 3})
     with cache.snapshot() as snapshot:
         assert list(snapshot.gather([0], SCHEMA)) == [*SCHEMA]
+        assert list(snapshot.gather([0], {"name": None, "id": None})) == ["name", "id"]
 
 
 def test_tensors_of_what_it_returns(cache, torch):

@@ -92,12 +92,26 @@ def plainly(result, segment):
 # functions
 
 
-@pytest.mark.parametrize("argument", ["rows", "weights"])
+@pytest.mark.parametrize("argument", ["rows", "weights", "where"])
 def test_a_function_that_raises_stop_iteration_is_named(cache, argument):
     says = f"^the function of {argument}= raised StopIteration, which"
-    loader = Loader(cache, 4, **{argument: lambda columns: next(iter(()))})
-    with loader, pytest.raises(RuntimeError, match=says):
+    options = {argument: lambda columns: next(iter(()))}
+    with Loader(cache, 4, **options) as loader, pytest.raises(RuntimeError, match=says):
         next(iter(loader))
+    if argument == "where":
+        with Loader(cache, 4, shuffle=None, **options) as loader, pytest.raises(RuntimeError, match=says):
+            loader.assert_zero_copy()
+        with pytest.raises(RuntimeError, match=says):
+            cache.snapshot(**options)
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="errors have notes from Python 3.11 on")
+@pytest.mark.parametrize("argument", ["rows", "weights", "where"])
+def test_an_error_of_a_function_has_a_note_with_its_argument(cache, argument):
+    options = {argument: lambda columns: 1 / 0}
+    with Loader(cache, 4, **options) as loader, pytest.raises(ZeroDivisionError) as caught:
+        next(iter(loader))
+    assert caught.value.__notes__ == [f"It was raised by the function of {argument}=."]
 
 
 @pytest.mark.parametrize("argument", ["rows", "weights"])

@@ -105,12 +105,13 @@ test: .envs/test/.stamp
 test-all: test test-rest
 test-rest: test-newest test-ray test-tensorflow test-jax test-oldest test-install
 
-# All that commits have a part of, longer storms, each Python, and Spark. It writes what it was run on, and which quick
-# tests took most of the time, for the commits to come.
+# All that commits have a part of, longer storms, each Python, and Spark: it goes on behind a failure. It writes what it
+# was run on, and which quick tests took most of the time, for the commits to come.
 nightly:
-	$(MAKE) test-all STORM_SECONDS=600 ARGS='--nightly $(ARGS)'
-	$(MAKE) test-pythons test-spark
-	$(RUN) tests/quick.py
+	failed=; \
+	$(MAKE) --keep-going test-all STORM_SECONDS=600 ARGS='--nightly $(ARGS)' || failed=1; \
+	$(MAKE) --keep-going test-pythons test-spark || failed=1; \
+	test -z "$$failed" && $(RUN) tests/quick.py
 
 # The quick tests of the core, without any extra, in each Python that is found: on the path, or by pyenv, whose names on
 # the path may lead nowhere.

@@ -16,14 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_info
 
 from arrowcache.arguments import face, instead
-from arrowcache.arrow.schema import FieldType
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.batch_source import STOPPED
-from arrowcache.reading.columns import Values
 from arrowcache.reading.row_filter import INCLUDED
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
@@ -31,7 +28,7 @@ from arrowcache.torch import snapshots
 from arrowcache.torch.batch_sampler import INSTEAD, EpochBatchSampler
 from arrowcache.torch.lazy_batch import LazyBatch, SentResult, failure, wrapped
 from arrowcache.torch.snapshots import DrawnRows
-from arrowcache.torch.tensors import to_tensor
+from arrowcache.torch.tensors import tensors_of
 from arrowcache.torch.worker_processes import ParentWatch
 from arrowcache.units import parse_count, require_function, shortened
 
@@ -92,7 +89,7 @@ class CacheDataset(Dataset[dict[str, Any]]):
         cache: a Cache, or the path of one.
         columns: names of the columns. None means all.
         transform: called with each batch as `dict[str, ndarray]`, in the worker, or without workers in
-            the consumer's thread. Arrays in a returned dict become tensors; any other result
+            the consumer's thread. A mapping that it returns becomes a dict of tensors; any other result
             goes through torch's `default_convert`. Pickled by cloudpickle, so a lambda works.
 
     Raises: ValueError: an unknown column. FileNotFoundError, CacheFormatError: no such cache.
@@ -171,7 +168,9 @@ class CacheDataset(Dataset[dict[str, Any]]):
             return LazyBatch(rows, self._names, self._store).make()
         try:
             result = self._transform(rows.read(self._names, self._store))
-            return tensors_of(result, self._store.settings.schema)
+            if isinstance(result, Mapping):
+                return tensors_of(result, self._store.settings.schema)
+            return default_convert(result)  # type: ignore[no-untyped-call]
         except StopIteration as error:
             raise RuntimeError(STOPPED) from error
         finally:
@@ -246,18 +245,6 @@ def dataloader(
         options["worker_init_fn"] = ParentWatch(options.get("worker_init_fn"))
     dataset = CacheDataset(cache, columns, transform)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
-
-
-def tensors_of(result: Any, schema: Mapping[str, FieldType]) -> Any:
-    """Return the result of a transform, with tensors in place of arrays."""
-    if type(result) is not dict:
-        return default_convert(result)  # type: ignore[no-untyped-call]
-    return {
-        name: to_tensor(values, schema.get(name))
-        if isinstance(values, np.ndarray | Values)
-        else default_convert(values)  # type: ignore[no-untyped-call]
-        for name, values in result.items()
-    }
 
 
 def packed(functions: object) -> bytes:

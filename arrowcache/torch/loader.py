@@ -29,7 +29,7 @@ from arrowcache.torch.cached_dataset import CachedDataset
 from arrowcache.torch.cached_epochs import CachedEpochs, ItemAssembly
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import membership_now, rank_now
-from arrowcache.torch.tensors import import_nested, to_tensor
+from arrowcache.torch.tensors import import_nested, tensors_of
 from arrowcache.units import format_count, parse_count
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Loader(NumpyLoader):
         super().__init__(cache, batch_size, **options)
         schema = self._store.settings.schema
         if any(isinstance(schema.get(name), Ragged) for name in self._options.names):
-            import_nested()  # or the first batch would wait for it
+            import_nested(on_device=device is not None)  # or the first batch would wait for it
 
     def device_stats(self) -> PrefetcherStats | None:
         """Return counts of the copies to the device, or None without a device."""
@@ -132,13 +132,7 @@ class Loader(NumpyLoader):
                 f"the transform returned {type(batch).__name__}, not a dict of columns: return one, or use "
                 "arrowcache.Loader, which passes on whatever it is"
             )
-        schema, tensors = self._store.settings.schema, {}
-        for name, values in batch.items():
-            try:
-                tensors[name] = to_tensor(values, schema.get(name))
-            except TypeError as error:  # such as an array of Python objects
-                raise TypeError(f"column {name!r} cannot become a tensor: {error}") from None
-        return tensors
+        return tensors_of(batch, self._store.settings.schema)
 
 
 Loader.__new__.__signature__ = inspect.signature(Loader.__init__)  # type: ignore[attr-defined]  # `help` shows it

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_convert
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented there
 
 from arrowcache.arrow.convert import is_masked
@@ -53,9 +54,30 @@ def to_tensor(values: Any, kind: FieldType | None) -> Any:
     return _dense(values, kind) if isinstance(values, np.ndarray) else values
 
 
-def import_nested() -> None:
-    """Import torch's nested tensors ahead: the import takes most of a second."""
-    torch.nested.nested_tensor_from_jagged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+def tensors_of(batch: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dict[str, Any]:
+    """Return the columns of a batch as tensors over the same memory, also those in dicts and lists of a transform.
+
+    Text, and what torch's `default_convert` leaves as it is, stays.
+    Raises: TypeError: a column that cannot become one, by its name.
+    """
+    tensors = {}
+    for name, values in batch.items():
+        try:
+            if isinstance(values, np.ndarray | Values):
+                tensors[name] = to_tensor(values, schema.get(name))
+            elif isinstance(values, list) and values and isinstance(values[0], str | bytes):
+                tensors[name] = values
+            else:
+                tensors[name] = default_convert(values)  # type: ignore[no-untyped-call]
+        except TypeError as error:  # such as an array of Python objects
+            raise TypeError(f"column {name!r} cannot become a tensor: {error}") from None
+    return tensors
+
+
+def import_nested(*, on_device: bool = False) -> None:
+    """Import torch's nested tensors ahead, which takes most of a second, or seconds for those of a device."""
+    bounds = {"min_seqlen": 0, "max_seqlen": 0} if on_device else {}
+    torch.nested.nested_tensor_from_jagged(torch.empty(0), torch.zeros(1, dtype=torch.int64), **bounds)
 
 
 def source_of(leaf: Any) -> torch.Tensor | None:

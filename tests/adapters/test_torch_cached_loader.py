@@ -972,7 +972,9 @@ def test_a_loader_of_a_dataset_says_what_it_cannot_do(train):
 
     with pytest.raises(TypeError, match="an Own is of a cache: derive it from CachedLoader"):
         Own(train)
-    with pytest.raises(TypeError, match=r"Numbers object.*read a dataset through arrowcache\.torch\.cached\("):
+    with pytest.raises(
+        TypeError, match=r"Numbers object.*read a dataset through arrowcache\.torch\.cached\("
+    ):
         Loader(Numbers(LENGTH), 10)
     with Loader(train, 10) as loader:
         with pytest.raises(ValueError, match="puts items together, which copies"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict, UserDict
 
 import numpy as np
 import pytest
@@ -299,3 +300,52 @@ def test_torch_imports_its_nested_tensors_as_a_loader_of_them_is_made(tmp_path):
     with Script(code, cache.path, new_interpreter=True) as script:
         assert [script.line(), script.line()] == ["0 False", "0 True"]
         assert script.end()[0] == 0
+
+
+class Columns(dict):
+    """A mapping of a transform's own."""
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, Columns])
+def test_what_a_transform_returns_has_the_same_types_at_each_face(tmp_path, kind):
+    schema = {
+        "id": ac.Tensor("int64"), "half": ac.Tensor("bfloat16"), "tokens": ac.Ragged("int32"), "at": ac.Timestamp(),
+        "text": ac.String(),
+    }  # fmt: skip
+    with ac.Cache.create(tmp_path / "cache", ac.Schema(schema), "8MiB", "1MiB") as cache:
+        with cache.writer() as writer:
+            for n in range(8):
+                at = np.datetime64("2026-01-01", "us") + n
+                writer.append(id=n, half=1.5, tokens=np.arange(n, dtype=np.int32), at=at, text=f"row {n}")
+
+        def transform(batch):
+            return kind(batch, nested={"ids": [batch["id"]], "text": batch["text"]})
+
+        options = {"transform": transform, "shuffle": None}
+        readers = [Loader(cache, 4, **options), Loader(cache, 4, device="cpu", **options)]
+        readers += [dataloader(cache, 4, workers, **options) for workers in (0, 1)]
+        for reader in readers:
+            batch = next(iter(reader))
+            assert (type(batch), [*batch]) == (dict, [*schema, "nested"])
+            assert batch["half"].dtype == torch.bfloat16
+            assert batch["half"].tolist() == [1.5] * 4
+            assert [len(row) for row in batch["tokens"].unbind()] == list(range(4))
+            assert batch["at"].dtype == torch.int64
+            assert batch["text"] == batch["nested"]["text"] == [f"row {n}" for n in range(4)]
+            assert torch.equal(batch["nested"]["ids"][0], batch["id"])
+        for reader in readers[:2]:
+            reader.close()
+
+
+@pytest.mark.parametrize(
+    "odd", [[None] * 4, ["text"] * 4, np.zeros(4, "M8[ns]")], ids=["objects", "text", "time"]
+)
+def test_a_column_that_cannot_become_a_tensor_is_named_at_each_face(cache, odd):
+    options = {"transform": lambda batch: {"odd": np.array(odd)}, "shuffle": None}
+    readers = [Loader(cache, 4, **options), Loader(cache, 4, device="cpu", **options)]
+    readers += [dataloader(cache, 4, 0, **options), dataloader(cache, 4, 1, **options)]
+    for reader in readers:
+        with pytest.raises(TypeError, match="column 'odd' cannot become a tensor"):
+            next(iter(reader))
+    for reader in readers[:2]:
+        reader.close()

@@ -57,6 +57,9 @@ _PAD_BYTES = 100  # that a column may have more than its footer says, as old wri
 _MAX_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 _VARIABLE_SHARE = 2  # of a segment, that rows of variable length fill, as far as footers tell
 _TEXT_BYTES = 32  # of a text, where the file has less: it may be there once for many rows
+_SHARING = {"PLAIN_DICTIONARY", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"}  # encodings of equal texts, once
+_DICTIONARY_BYTES = 1 << 20  # up to which writers put equal texts there once
+_STATISTICS_BYTES = 4096  # of a text, above which pyarrow writes no statistics
 
 
 class _RowGroup(NamedTuple):
@@ -438,31 +441,54 @@ def _footer(
             fragment = fragment.subset(condition)
 
     taken = {each.name: each.type for each in fields if each.name in (sized or [each.name])}
+    is_of_pyarrow = str(fragment.metadata.created_by).startswith("parquet-cpp")
     return fields, [
-        (each.id, each.num_rows, each.total_byte_size if sized is None else _nbytes(each, taken))
+        (
+            each.id,
+            each.num_rows,
+            each.total_byte_size if sized is None else _nbytes(each, taken, is_of_pyarrow),
+        )
         for each in fragment.row_groups
     ]
 
 
-def _nbytes(group: pads.RowGroupInfo, taken: Mapping[str, pa.DataType]) -> int:
+def _nbytes(group: pads.RowGroupInfo, taken: Mapping[str, pa.DataType], is_of_pyarrow: bool) -> int:
     """About the bytes of columns of a row group once they are read: files may have equal values once."""
     nbytes = 0
     for column in map(group.metadata.column, range(group.metadata.num_columns)):
         path = column.path_in_schema.split(".list.")[0]
         name = path if path in taken else path.partition(".")[0]
         if name in taken:
-            least = column.num_values * _value_bytes(taken[name])
-            nbytes += max(column.total_uncompressed_size, least)
+            value_bytes = _width(taken[name]) or _text_bytes(column, is_of_pyarrow)
+            nbytes += max(column.total_uncompressed_size, column.num_values * value_bytes)
     return nbytes
 
 
-def _value_bytes(found: pa.DataType) -> int:
+def _width(found: pa.DataType) -> int:
+    """The bytes of a value, also of one in lists. 0: of any width."""
     while hasattr(found, "value_type"):
         found = found.value_type
     try:
         return -(-int(found.bit_width) // 8)
-    except ValueError:  # of any width
+    except ValueError:
+        return 0
+
+
+def _text_bytes(column: pq.ColumnChunkMetaData, is_of_pyarrow: bool) -> int:
+    """About the bytes of a text once it is read. Where a file has equal ones once, its statistics tell.
+
+    They have the first and the last text in order. The mean of both is at least half of the longer one.
+    """
+    known, nbytes = column.statistics, column.total_uncompressed_size
+    is_shared = nbytes <= _DICTIONARY_BYTES + 4 * column.num_values and not _SHARING.isdisjoint(
+        column.encodings
+    )
+    if not is_shared or known is None:
         return _TEXT_BYTES
+    if known.has_min_max:
+        return max(_TEXT_BYTES, -(-(len(known.min_raw) + len(known.max_raw)) // 2))
+    is_long = is_of_pyarrow and known.has_null_count and known.null_count < column.num_values
+    return max(_TEXT_BYTES, min(nbytes, _STATISTICS_BYTES)) if is_long else _TEXT_BYTES
 
 
 class _Open:

@@ -84,9 +84,23 @@ class _DrawnRows(NamedTuple):
 
 
 class _Empty:
-    """The number of row groups, since one of which the filter kept a row."""
+    """The numbers of the drawn row groups of which the filter kept no row.
 
-    count = 0
+    Threads share it: row groups are read in any order, and some twice.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+
+    def note(self, number: int) -> int:
+        """Note a row group, and return how many in a row are empty, with it."""
+        self._numbers.add(number)
+        first = last = number
+        while first - 1 in self._numbers:
+            first -= 1
+        while last + 1 in self._numbers:
+            last += 1
+        return last - first + 1
 
 
 class _SharedGroup:
@@ -254,8 +268,8 @@ class ParquetRows(Source):
     def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         """Draw rows, some of one row group at a time, in random order."""
         empty = _Empty()
-        for group, taken in self._parts(rng):
-            drawn = made_or_fault(partial(self._drawn, rng, group, taken, empty))
+        for number, (group, taken) in enumerate(self._parts(rng)):
+            drawn = made_or_fault(partial(self._drawn, rng, group, taken, partial(empty.note, number)))
             if isinstance(drawn, Fault):
                 yield drawn
                 continue
@@ -268,12 +282,13 @@ class ParquetRows(Source):
         If it is divided, of those of the task, whatever they give.
         """
         empty = _Empty()
-        for group, taken in self._parts(rng):
+        for number, (group, taken) in enumerate(self._parts(rng)):
             if self.plans_exactly:
                 taken = min(taken, rows)
                 rows -= taken
             # A number, and no generator of its own: what is tried again draws the same.
-            draw = partial(self._drawn_anew, int(rng.integers(1 << 63)), group, taken, empty)
+            seed, note = int(rng.integers(1 << 63)), partial(empty.note, number)
+            draw = partial(self._drawn_anew, seed, group, taken, note)
             most = max(1, _READ_BYTES // max(1, group.nbytes // group.rows))
             firsts = range(0, taken, most)
             once = _SharedGroup(draw, firsts)
@@ -317,24 +332,27 @@ class ParquetRows(Source):
             return rng.permutation(found)
         return rng.choice(found, taken, replace=False)
 
-    def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _DrawnRows:
+    def _drawn(
+        self, rng: np.random.Generator, group: _RowGroup, taken: int, note_empty: Callable[[], int]
+    ) -> _DrawnRows:
         """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
         table = self._read(group)
         tally.fetched_bytes += group.nbytes * group.parts
-        empty.count = empty.count + 1 if table.num_rows == 0 else 0
-        if empty.count >= _MAX_EMPTY and not self.is_divided:
+        if not table.num_rows and not self.is_divided and (count := note_empty()) >= _MAX_EMPTY:
             raise mark_permanent(
                 SamplerError(
-                    f"{self._names()[group.file]}: the last of {empty.count} row groups in a row of which "
-                    f"the filter {self._filter} keeps no row; use one that keeps more"
+                    f"{self._names()[group.file]}: one of {count} row groups in a row of which the filter "
+                    f"{self._filter} keeps no row; use one that keeps more"
                 )
             )
         rows = self._draw(rng, group, taken, table.num_rows)
         with self._naming(group):
             return _DrawnRows({name: self._column(name, table.column(name)) for name in self.schema}, rows)
 
-    def _drawn_anew(self, seed: int, group: _RowGroup, taken: int, empty: _Empty) -> _DrawnRows:
-        return self._drawn(np.random.default_rng(seed), group, taken, empty)
+    def _drawn_anew(
+        self, seed: int, group: _RowGroup, taken: int, note_empty: Callable[[], int]
+    ) -> _DrawnRows:
+        return self._drawn(np.random.default_rng(seed), group, taken, note_empty)
 
     def _read_piece(self, once: _SharedGroup, group: _RowGroup, first: int, last: int) -> Rows:
         rows = self._piece(group, once.get(), first, last)

@@ -199,9 +199,10 @@ def _arrays_in(store: ObjectStore, folder: str, inner: str = "") -> list[str]:
 
 
 def _nodes(store: ObjectStore, folder: str, inner: str = "") -> dict[str, dict[str, Any]]:
-    """Return what consolidated metadata tell: of each node from `inner` on the files, by its way from there.
+    """Return the nodes from `inner` on that consolidated metadata describe, by their ways from there.
 
-    They are those of the nearest group, from `inner` up to the folder. Files are parsed. "" has none: none do.
+    Of each its files by name, parsed. The metadata are those of the nearest group, from `inner` up to the
+    folder. The node of "" is empty if none has it.
     """
     group, way = f"{folder}/{inner}" if inner else folder, ""
     while True:

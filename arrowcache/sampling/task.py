@@ -557,7 +557,7 @@ def draw(
                 raise mark_permanent(
                     SamplerError(
                         f"task {task.number}'s samples do not fit a segment, which has {builder.rows} of "
-                        "them: create the cache with fewer segment_rows, or give Items fewer segment_items"
+                        "them: create the cache with fewer segment_rows; Items also takes fewer segment_items"
                     )
                 )
             if is_full:

@@ -57,6 +57,9 @@ _PAD_BYTES = 100  # that a column may have more than its footer says, as old wri
 _MAX_EMPTY = 1000  # row groups in a row of which the filter keeps nothing
 _VARIABLE_SHARE = 2  # of a segment, that rows of variable length fill, as far as footers tell
 _TEXT_BYTES = 32  # of a text, where the file has less: it may be there once for many rows
+_SHARING = {"PLAIN_DICTIONARY", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"}  # encodings of equal texts, once
+_DICTIONARY_BYTES = 1 << 20  # up to which writers put equal texts there once
+_STATISTICS_BYTES = 4096  # of a text, above which pyarrow writes no statistics
 
 
 class _RowGroup(NamedTuple):
@@ -81,9 +84,23 @@ class _DrawnRows(NamedTuple):
 
 
 class _Empty:
-    """The number of row groups, since one of which the filter kept a row."""
+    """The numbers of the drawn row groups of which the filter kept no row.
 
-    count = 0
+    Threads share it: row groups are read in any order, and some twice.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+
+    def note(self, number: int) -> int:
+        """Note a row group, and return how many in a row are empty, with it."""
+        self._numbers.add(number)
+        first = last = number
+        while first - 1 in self._numbers:
+            first -= 1
+        while last + 1 in self._numbers:
+            last += 1
+        return last - first + 1
 
 
 class _SharedGroup:
@@ -251,8 +268,8 @@ class ParquetRows(Source):
     def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         """Draw rows, some of one row group at a time, in random order."""
         empty = _Empty()
-        for group, taken in self._parts(rng):
-            drawn = made_or_fault(partial(self._drawn, rng, group, taken, empty))
+        for number, (group, taken) in enumerate(self._parts(rng)):
+            drawn = made_or_fault(partial(self._drawn, rng, group, taken, partial(empty.note, number)))
             if isinstance(drawn, Fault):
                 yield drawn
                 continue
@@ -265,12 +282,13 @@ class ParquetRows(Source):
         If it is divided, of those of the task, whatever they give.
         """
         empty = _Empty()
-        for group, taken in self._parts(rng):
+        for number, (group, taken) in enumerate(self._parts(rng)):
             if self.plans_exactly:
                 taken = min(taken, rows)
                 rows -= taken
             # A number, and no generator of its own: what is tried again draws the same.
-            draw = partial(self._drawn_anew, int(rng.integers(1 << 63)), group, taken, empty)
+            seed, note = int(rng.integers(1 << 63)), partial(empty.note, number)
+            draw = partial(self._drawn_anew, seed, group, taken, note)
             most = max(1, _READ_BYTES // max(1, group.nbytes // group.rows))
             firsts = range(0, taken, most)
             once = _SharedGroup(draw, firsts)
@@ -314,24 +332,27 @@ class ParquetRows(Source):
             return rng.permutation(found)
         return rng.choice(found, taken, replace=False)
 
-    def _drawn(self, rng: np.random.Generator, group: _RowGroup, taken: int, empty: _Empty) -> _DrawnRows:
+    def _drawn(
+        self, rng: np.random.Generator, group: _RowGroup, taken: int, note_empty: Callable[[], int]
+    ) -> _DrawnRows:
         """Read a row group, and draw from it. Raises: SamplerError: the filter keeps nothing, ever again."""
         table = self._read(group)
         tally.fetched_bytes += group.nbytes * group.parts
-        empty.count = empty.count + 1 if table.num_rows == 0 else 0
-        if empty.count >= _MAX_EMPTY and not self.is_divided:
+        if not table.num_rows and not self.is_divided and (count := note_empty()) >= _MAX_EMPTY:
             raise mark_permanent(
                 SamplerError(
-                    f"{self._names()[group.file]}: the last of {empty.count} row groups in a row of which "
-                    f"the filter {self._filter} keeps no row; use one that keeps more"
+                    f"{self._names()[group.file]}: one of {count} row groups in a row of which the filter "
+                    f"{self._filter} keeps no row; use one that keeps more"
                 )
             )
         rows = self._draw(rng, group, taken, table.num_rows)
         with self._naming(group):
             return _DrawnRows({name: self._column(name, table.column(name)) for name in self.schema}, rows)
 
-    def _drawn_anew(self, seed: int, group: _RowGroup, taken: int, empty: _Empty) -> _DrawnRows:
-        return self._drawn(np.random.default_rng(seed), group, taken, empty)
+    def _drawn_anew(
+        self, seed: int, group: _RowGroup, taken: int, note_empty: Callable[[], int]
+    ) -> _DrawnRows:
+        return self._drawn(np.random.default_rng(seed), group, taken, note_empty)
 
     def _read_piece(self, once: _SharedGroup, group: _RowGroup, first: int, last: int) -> Rows:
         rows = self._piece(group, once.get(), first, last)
@@ -438,31 +459,54 @@ def _footer(
             fragment = fragment.subset(condition)
 
     taken = {each.name: each.type for each in fields if each.name in (sized or [each.name])}
+    is_of_pyarrow = str(fragment.metadata.created_by).startswith("parquet-cpp")
     return fields, [
-        (each.id, each.num_rows, each.total_byte_size if sized is None else _nbytes(each, taken))
+        (
+            each.id,
+            each.num_rows,
+            each.total_byte_size if sized is None else _nbytes(each, taken, is_of_pyarrow),
+        )
         for each in fragment.row_groups
     ]
 
 
-def _nbytes(group: pads.RowGroupInfo, taken: Mapping[str, pa.DataType]) -> int:
+def _nbytes(group: pads.RowGroupInfo, taken: Mapping[str, pa.DataType], is_of_pyarrow: bool) -> int:
     """About the bytes of columns of a row group once they are read: files may have equal values once."""
     nbytes = 0
     for column in map(group.metadata.column, range(group.metadata.num_columns)):
         path = column.path_in_schema.split(".list.")[0]
         name = path if path in taken else path.partition(".")[0]
         if name in taken:
-            least = column.num_values * _value_bytes(taken[name])
-            nbytes += max(column.total_uncompressed_size, least)
+            value_bytes = _width(taken[name]) or _text_bytes(column, is_of_pyarrow)
+            nbytes += max(column.total_uncompressed_size, column.num_values * value_bytes)
     return nbytes
 
 
-def _value_bytes(found: pa.DataType) -> int:
+def _width(found: pa.DataType) -> int:
+    """The bytes of a value, also of one in lists. 0: of any width."""
     while hasattr(found, "value_type"):
         found = found.value_type
     try:
         return -(-int(found.bit_width) // 8)
-    except ValueError:  # of any width
+    except ValueError:
+        return 0
+
+
+def _text_bytes(column: pq.ColumnChunkMetaData, is_of_pyarrow: bool) -> int:
+    """About the bytes of a text once it is read. Where a file has equal ones once, its statistics tell.
+
+    They have the first and the last text in order. The mean of both is at least half of the longer one.
+    """
+    known, nbytes = column.statistics, column.total_uncompressed_size
+    is_shared = nbytes <= _DICTIONARY_BYTES + 4 * column.num_values and not _SHARING.isdisjoint(
+        column.encodings
+    )
+    if not is_shared or known is None:
         return _TEXT_BYTES
+    if known.has_min_max:
+        return max(_TEXT_BYTES, -(-(len(known.min_raw) + len(known.max_raw)) // 2))
+    is_long = is_of_pyarrow and known.has_null_count and known.null_count < column.num_values
+    return max(_TEXT_BYTES, min(nbytes, _STATISTICS_BYTES)) if is_long else _TEXT_BYTES
 
 
 class _Open:

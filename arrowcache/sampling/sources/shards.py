@@ -2,7 +2,8 @@
 
 A tar is read from its beginning on, as a stream: there is no index. Files that follow each other and have a
 name in common up to the first dot of their last part are one sample, and the part after that dot names
-the field: `a/0017.jpg` and `a/0017.cls` are the fields "jpg" and "cls" of one sample.
+the field: `a/0017.jpg` and `a/0017.cls` are the fields "jpg" and "cls" of one sample. A file may be several
+tars, one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from tarfile import HeaderError, ReadError
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -26,10 +28,14 @@ from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile,
 from arrowcache.sampling.sources.source import Choice, Source, first_of, shuffled
 from arrowcache.units import did_you_mean, parse_count
 
+if TYPE_CHECKING:
+    from typing import Self
+
 Decode = Callable[[str, bytes], Any]
 """(field, bytes) -> the value of the field."""
 
 _BUFFER_BYTES = 1 << 20
+_ENDS = tarfile.EOFHeaderError, tarfile.EmptyHeaderError  # type: ignore[attr-defined]  # not in typeshed
 _MAX_EMPTY = 100  # shards in a row without a sample
 
 
@@ -125,7 +131,7 @@ class WebDatasetShards(Source):
             )
         with io.BufferedReader(StoreFile(self._store, shard.path, shard.nbytes), _BUFFER_BYTES) as file:
             try:
-                with tarfile.open(fileobj=file, mode="r|") as tar:
+                with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar:
                     for key, files in _grouped(tar):
                         yield made_or_fault(partial(self._sample, f"{name}, sample {key!r}", files))
             except tarfile.TarError as error:
@@ -221,11 +227,29 @@ def _picture(data: bytes) -> Any:
         return np.asarray(picture)
 
 
+class _Member(tarfile.TarInfo):
+    """A file of a tar. A damaged header is an error, where tarfile takes it for the end of the tar."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        begin = tarfile.offset
+        try:
+            return super().fromtarfile(tarfile)
+        except _ENDS:
+            raise
+        except HeaderError as error:
+            raise ReadError(f"{error} at byte {begin}") from None
+
+
 def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the samples of a tar, as (key, field -> bytes)."""
+    """Yield the samples of a tar, as (key, field -> bytes); of several in one file, those of all."""
     current: str | None = None
     files: dict[str, bytes] = {}
+    end = 0  # of the member before
     for member in tar:
+        if 0 < member.offset - end < 2 * tarfile.BLOCKSIZE:  # a tar ends with two, or with its file
+            raise ReadError(f"there is a lone block of zeros at byte {end}")
+        end = tar.offset
         folder, _, last = member.name.rpartition("/")
         stem, dot, field = last.partition(".")
         if not member.isfile() or not dot or not stem:  # folders, links, hidden files
@@ -239,6 +263,6 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
         assert opened is not None  # only for other than files
         files[field] = opened.read()
         if len(files[field]) != member.size:
-            raise tarfile.ReadError(f"it ends within {member.name}")
+            raise ReadError(f"it ends within {member.name}")
     if current is not None:
         yield current, files

@@ -3,7 +3,7 @@
 zarr's store reads through pyarrow.fs, all chunks of a box at the same time. fsspec's wrapper
 of such a file system does not work asynchronously (2026.9: it asks any for the host that only HDFS has), and
 would not try again.
-Of Zarr v2 some codecs are refused: they may unpickle the content of a chunk.
+Of Zarr v2 only codecs known to be safe are used: others may unpickle the content of a chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from arrowcache.sampling.sources.object_store import ObjectStore, names_in
 T = TypeVar("T")
 
 _METADATA = "zarr.json"
-_ARRAY_2, _GROUP_2 = ".zarray", ".zgroup"  # of version 2
+_ARRAY_2, _GROUP_2, _CONSOLIDATED_2 = ".zarray", ".zgroup", ".zmetadata"  # of version 2
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # by xarray, in version 2
 _MAX_INDICES = 256  # of shards, that are kept
 _MAX_LOOKED = 256  # folders, for the names of arrays
@@ -46,7 +46,7 @@ _DAMAGED = (
     ValueError,
     RuntimeError,
     TypeError,
-    KeyError,
+    LookupError,
     EOFError,
     zlib.error,
     BadGzipFile,
@@ -64,15 +64,20 @@ class ZarrArray:
         folder = path
         path = f"{folder}/{inner}" if inner else folder
         file, described = _described(store, path)
+        files = {file: described}
+        if not file:  # a group above it may hold what describes it
+            files = {each: json.dumps(of).encode() for each, of in _nodes(store, folder, inner)[""].items()}
+            file = next((each for each in (_METADATA, _ARRAY_2, _GROUP_2) if each in files), "")
         if not file:
             raise _missing(store, folder, path, name)
+        described = files[file]
         if _kind(file, described) == "group":
-            names = [f"{inner}/{array}" if inner else array for array in _arrays_in(store, path)]
+            names = [f"{inner}/{array}" if inner else array for array in _arrays_in(store, folder, inner)]
             which = names_in("it", names)
             raise SamplerError(f"{name}: cannot be read as Zarr: it is a group: say which array; {which}")
         self._name = name
         codecs = _codecs(file, _parsed(described), name)
-        self._store = _ReadOnlyStore(store, path, {file: described})
+        self._store = _ReadOnlyStore(store, path, files)
         version: Any = 3 if file == _METADATA else 2
         try:
             self._array: Any = self._run(lambda: zarr.open_array(self._store, mode="r", zarr_format=version))
@@ -155,7 +160,11 @@ def _missing(store: ObjectStore, folder: str, path: str, name: str) -> Exception
             if store.is_file(path):
                 what = store.other_format(path, "Zarr") or "it is a file, and an array is a folder"
                 return SamplerError(f"{name}: cannot be read as Zarr: {what}")
-            if path != asked and len(path) <= len(folder) and _described(store, path)[0]:
+            if (
+                path != asked
+                and len(path) <= len(folder)
+                and (_described(store, path)[0] or _nodes(store, path)[""])
+            ):
                 names, inner = _arrays_in(store, path), asked[len(path) + 1 :]
                 what = names_in(store.name(path), names, inner)
                 return FileNotFoundError(errno.ENOENT, f"no array {inner!r} of Zarr: {what}", name)
@@ -165,15 +174,16 @@ def _missing(store: ObjectStore, folder: str, path: str, name: str) -> Exception
     )
 
 
-def _arrays_in(store: ObjectStore, group: str) -> list[str]:
+def _arrays_in(store: ObjectStore, folder: str, inner: str = "") -> list[str]:
     """The arrays of a group and the groups in it, by their ways; of a very large one not all."""
-    file, described = _described(store, group)
-    with suppress(AttributeError, KeyError, TypeError, FileNotFoundError):
-        if file == _METADATA:
-            known = _parsed(described)["consolidated_metadata"]["metadata"]
-            return sorted(way for way, node in known.items() if node.get("node_type") == "array")
-        known = _parsed(store.fetch(f"{group}/.zmetadata"))["metadata"]
-        return sorted(key.removesuffix(f"/{_ARRAY_2}") for key in known if key.endswith(f"/{_ARRAY_2}"))
+    nodes = _nodes(store, folder, inner)
+    if nodes[""]:
+        return sorted(
+            way
+            for way, node in nodes.items()
+            if way and (_ARRAY_2 in node or node.get(_METADATA, {}).get("node_type") == "array")
+        )
+    group = f"{folder}/{inner}" if inner else folder
     arrays, looked, groups = [], 0, [""]
     while groups and looked < _MAX_LOOKED:
         way = groups.pop(0)
@@ -186,6 +196,42 @@ def _arrays_in(store: ObjectStore, group: str) -> list[str]:
         arrays += [inner for inner, kind in zip(inside, found, strict=True) if kind == "array"]
         groups += [inner for inner, kind in zip(inside, found, strict=True) if kind == "group"]
     return arrays
+
+
+def _nodes(store: ObjectStore, folder: str, inner: str = "") -> dict[str, dict[str, Any]]:
+    """Return the nodes from `inner` on that consolidated metadata describe, by their ways from there.
+
+    Of each its files by name, parsed. The metadata are those of the nearest group, from `inner` up to the
+    folder. The node of "" is empty if none has it.
+    """
+    group, way = f"{folder}/{inner}" if inner else folder, ""
+    while True:
+        found = _consolidated(store, group)
+        nodes = {
+            each[len(way) + 1 :] if way else each: node
+            for each, node in found.items()
+            if f"{each}/".startswith(f"{way}/") or not way
+        }
+        if nodes.get("") or len(group) <= len(folder):
+            return {"": {}, **nodes}
+        group, _, last = group.rpartition("/")
+        way = f"{last}/{way}" if way else last
+
+
+def _consolidated(store: ObjectStore, group: str) -> dict[str, dict[str, Any]]:
+    """Return the files of each node, parsed, of a group's own consolidated metadata. Empty: it has none."""
+    nodes: dict[str, dict[str, Any]] = {}
+    not_there = FileNotFoundError, NotADirectoryError
+    with suppress(AttributeError, KeyError, TypeError, *not_there):
+        described = _parsed(store.fetch(f"{group}/{_METADATA}"))
+        known = described["consolidated_metadata"]["metadata"].items()
+        nodes = {way: {_METADATA: node} for way, node in known if isinstance(node, Mapping)}
+        return {"": {_METADATA: described}, **nodes}
+    with suppress(AttributeError, KeyError, TypeError, *not_there):
+        for key, content in _parsed(store.fetch(f"{group}/{_CONSOLIDATED_2}"))["metadata"].items():
+            way, _, file = key.rpartition("/")
+            nodes.setdefault(way, {})[file] = content
+    return nodes
 
 
 def _described(store: ObjectStore, path: str) -> tuple[str, bytes]:
@@ -204,17 +250,17 @@ def _kind(file: str, described: bytes) -> str:
 def _codecs(file: str, described: Mapping[str, Any], name: str) -> Any:
     """Return the codecs of an array, as version 3 has them. None: they have no such form.
 
-    Raises: SamplerError: a codec of version 2 that may run code of the file, or is not known.
+    Raises: SamplerError: a codec of version 2 that may run code of the file, or is not supported.
     """
     if file == _METADATA:
         return described.get("codecs")
     compressor, filters = described.get("compressor"), described.get("filters") or []
     used = [each.get("id") for each in [*filters, compressor or {"id": None}] if isinstance(each, Mapping)]
     if unknown := [each for each in used if each is not None and each not in _SAFE]:
+        why = "may run code of the file" if unknown[0] in _RUNS_CODE else "is not supported"
         raise SamplerError(
-            f"{name}: cannot be read as Zarr: version 2, and its codec {unknown[0]!r} may run code of the "
-            f"file: those known to be safe are {', '.join(sorted(_SAFE))}; convert it, such as by xarray's "
-            "to_zarr(zarr_format=3)"
+            f"{name}: cannot be read as Zarr: version 2, and its codec {unknown[0]!r} {why}: those supported "
+            f"are {', '.join(sorted(_SAFE))}; convert it, such as by xarray's to_zarr(zarr_format=3)"
         )
     if filters or described.get("order") != "C":
         return None
@@ -238,9 +284,10 @@ _DECOMPRESS: dict[str, Callable[[bytes], Any]] = {
 }  # fmt: skip
 _SAFE = {
     *_DECOMPRESS, "adler32", "astype", "bitround", "bz2", "crc32", "crc32c", "delta", "fixedscaleoffset",
-    "lz4", "lzma", "packbits", "quantize", "shuffle",
+    "fletcher32", "jenkins_lookup3", "lz4", "lzma", "packbits", "quantize", "shuffle",
 }  # fmt: skip
 """Codecs of numcodecs that make numbers of bytes, and call nothing that the bytes name."""
+_RUNS_CODE = ("pickle",)
 
 
 def _decoder(codecs: Any, dtype: np.dtype[Any]) -> Callable[[bytes], NDArray[Any]] | None:

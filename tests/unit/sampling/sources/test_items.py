@@ -280,7 +280,7 @@ def test_items_that_do_not_fit_a_segment_are_an_error_that_says_what_to_do(tmp_p
     with (
         ThreadPoolExecutor(1) as executor,
         ac.SamplerPool(cache, source, 1, executor=executor, retries=0) as pool,
-        pytest.raises(ac.SamplerError, match="give Items fewer segment_items"),
+        pytest.raises(ac.SamplerError, match="fewer segment_rows; Items also takes fewer segment_items"),
     ):
         pool.wait(rows=200, timeout=60)
     fits = Items(Grows(200), segment_items=10)

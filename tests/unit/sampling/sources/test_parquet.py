@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import gzip
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -419,6 +420,21 @@ def test_an_empty_dataset_is_an_error(tmp_path):
     pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet.*there is no rows"):
         ParquetRows(tmp_path)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_filter_that_keeps_no_row_of_many_row_groups_is_an_error_however_often_each_is_read(
+    tmp_path, order
+):
+    pq.write_table(pa.table({"x": [0, 2]}), tmp_path / "x.parquet")
+    source = ParquetRows(tmp_path, filter=pc.field("x") == 1)
+    reads = list(islice(source.plan_reads(np.random.default_rng(0), 10), 1000))[::order]
+    for read in [*reads[:100], *reads[:999]]:  # some twice, as hedges and what is tried again
+        assert len(read()["x"]) == 0
+    with pytest.raises(SamplerError, match=r"x\.parquet: one of 1000 row groups in a row .*keeps no row"):
+        reads[-1]()
+    with pytest.raises(SamplerError, match=r"x\.parquet: one of 1000 row groups in a row"):
+        take(source, 1)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

@@ -269,12 +269,24 @@ def test_another_filter_and_no_passes_are_refused_and_what_changes_no_row_is_not
     assert sorted(ids(cache)) == many
 
 
-def test_text_that_a_file_has_once_for_many_rows_may_need_fewer_segment_rows(tmp_path):
-    pq.write_table(pa.table({"id": range(300), "text": ["x" * 5000] * 300}), tmp_path / "x.parquet")
+@pytest.mark.parametrize("size", [40, 3000, 5000])
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary("int32", pa.string())], ids=str)
+def test_long_texts_that_a_file_has_once_for_many_rows_fit_segments(tmp_path, kind, size):
+    texts = [(b"x" if number % 2 else b"y") * size for number in range(300)]
+    written = pa.table({"id": range(300), "text": pa.array(texts).cast(pa.string()).cast(kind)})
+    pq.write_table(written, tmp_path / "x.parquet", row_group_size=100)
+    source = ParquetRows(tmp_path, passes=1)
+    cache = cache_of(source, tmp_path / "cache", segment_rows=100, segment_bytes="64KiB")
+    assert drawn(cache, source, retries=0).rows == 300
+
+
+def test_texts_that_a_file_has_once_and_without_statistics_may_need_fewer_segment_rows(tmp_path):
+    texts = pa.table({"id": range(300), "text": ["x" * 5000] * 300})
+    pq.write_table(texts, tmp_path / "x.parquet", write_statistics=False)
     source = ParquetRows(tmp_path, passes=1)
     cache = cache_of(source, tmp_path / "cache", segment_rows=100, segment_bytes="64KiB")
     with pytest.raises(
-        ac.SamplerError, match=r"do not fit a segment, .* create the cache with fewer segment_rows"
+        ac.SamplerError, match=r"do not fit a segment, .* create the cache with fewer segment_rows; "
     ):
         drawn(cache, source, retries=0)
     cache = cache_of(source, tmp_path / "other", segment_rows=10, segment_bytes="64KiB")

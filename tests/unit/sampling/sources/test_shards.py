@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -264,6 +265,53 @@ def test_damaged_shards_are_an_error_that_names_them(folder):
     shard.write_bytes(b"")
     with pytest.raises(SamplerError, match=r"2\.tar"):
         WebDatasetShards(shard)
+
+
+def rows_of(tmp_path, content: bytes) -> list[int]:
+    """All samples of a shard of 8 rows a tar, from its beginning."""
+    (tmp_path / "a.tar").write_bytes(content)
+    source = WebDatasetShards(tmp_path / "a.tar", schema={"cls": ac.Tensor("int64")}, shuffle=0)
+    return [sample["cls"] for sample in take(source, 8 * max(1, content.count(b"0000.cls")))]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_damaged_header_is_an_error_wherever_it_stands(tmp_path, form):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as tar:
+        for number in range(8):
+            member = tarfile.TarInfo(f"s/{'long' * 30 if number == 5 else ''}/{number:04}.cls")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"%d" % number))
+    whole = file.getvalue()
+    blocks = len(whole.rstrip(b"\0")) // 512 + 1
+    if form == tarfile.PAX_FORMAT:
+        record = whole.index(b" path=") - 3
+        with pytest.raises(SamplerError, match=r"a\.tar: cannot be read as tar: .*get the file anew"):
+            rows_of(tmp_path, whole[:record] + b"000" + whole[record + 3 :])
+    assert rows_of(tmp_path, whole) == list(range(8))
+    for at in range(0, blocks * 512, 512):
+        if whole[at + 257 : at + 262] != b"ustar":
+            continue
+        for damage in (bytes([whole[at + 150] ^ 0xFF]), b"\0" * (512 - 150)):
+            with pytest.raises(SamplerError, match=r"a\.tar: cannot be read as tar: .*get the file anew"):
+                rows_of(tmp_path, whole[: at + 150] + damage + whole[at + 150 + len(damage) :])
+        if at:
+            with pytest.raises(SamplerError, match=r"a\.tar: cannot be read as tar: .*get the file anew"):
+                rows_of(tmp_path, whole[:at] + bytes(512) + whole[at + 512 :])
+
+
+def test_a_tar_ends_with_blocks_of_zeros_or_with_its_file_and_another_may_follow(tmp_path):
+    write_tar(tmp_path / "a.tar", {f"{number:04}.cls": b"%d" % number for number in range(8)})
+    whole = (tmp_path / "a.tar").read_bytes()
+    bare = whole[: 8 * 1024]
+    assert not whole[len(bare) :].strip(b"\0")
+    for ending in (0, 512, 1024, 1536, 1 << 20):
+        assert rows_of(tmp_path, bare + bytes(ending)) == list(range(8))
+    for between in (0, 1024, 10240):
+        assert rows_of(tmp_path, bare + bytes(between) + whole) == [*range(8), *range(8)]
+    for rest in (bytes(512) + whole, whole + bytes([1]) * 512):
+        with pytest.raises(SamplerError, match=r"a\.tar: cannot be read as tar: .*get the file anew"):
+            rows_of(tmp_path, bare + rest)
 
 
 def test_arguments_that_cannot_work_fail_at_once(folder, tmp_path):

@@ -454,7 +454,7 @@ def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):
         ArrayWindows(uri, (1,))
 
 
-@pytest.mark.parametrize("code", ["pickle", "json2", "msgpack2", "vlen-utf8", "no such"])
+@pytest.mark.parametrize("code", ["pickle", "json2", "msgpack2", "vlen-utf8", "zfpy", "no such"])
 @pytest.mark.parametrize("where", ["compressor", "filters"])
 def test_codecs_of_zarr_v2_that_may_run_code_are_refused(tmp_path, code, where):
     uri = version_2(tmp_path)
@@ -463,8 +463,30 @@ def test_codecs_of_zarr_v2_that_may_run_code_are_refused(tmp_path, code, where):
         {"id": code} if where == "compressor" else [{"id": "delta", "dtype": "<i4"}, {"id": code}]
     )
     (tmp_path / "x.zarr" / ".zarray").write_text(json.dumps(described))
-    with pytest.raises(SamplerError, match=rf"x\.zarr: .*version 2, and its codec '{code}'.*; convert it"):
+    why = "may run code of the file" if code == "pickle" else "is not supported"
+    with pytest.raises(SamplerError, match=rf"x\.zarr: .*2, and its codec '{code}' {why}: .*; convert it"):
         ArrayWindows(uri, (1,))
+
+
+@pytest.mark.parametrize("codec", ["Fletcher32", "JenkinsLookup3", "CRC32", "Adler32"])
+def test_checksums_of_zarr_v2_are_checked(tmp_path, codec):
+    numcodecs = pytest.importorskip("numcodecs")
+    filters = [getattr(numcodecs, codec)()]
+    source = ArrayWindows(
+        version_2(tmp_path, filters=filters, compressors=None), (3, 2), with_position=True, decode=False
+    )
+    array = np.full((20, 6), 7)
+    array[:15] = np.arange(90).reshape(15, 6)
+    for sample in take(source, 30):
+        x, y = sample["position"].tolist()
+        assert np.array_equal(sample["data"], array[x : x + 3, y : y + 2])
+    chunks = list((tmp_path / "x.zarr").glob("?.?"))
+    for damage in (lambda data: bytes([data[0] ^ 1]) + data[1:], lambda _: b"", lambda data: data[:3]):
+        for chunk in chunks:
+            whole = chunk.read_bytes()
+            chunk.write_bytes(damage(whole))
+        with pytest.raises(SamplerError, match=r"x\.zarr: cannot be read as Zarr: "):
+            take(source, 30)
 
 
 def version_2(folder: Path, **options) -> str:
@@ -518,6 +540,36 @@ def test_arrays_of_a_group_of_zarr_v2_are_found_by_their_names(tmp_path, is_cons
         ArrayWindows(tmp_path / "group", (1,))
     with pytest.raises(FileNotFoundError, match="no array 'sginal' of Zarr: did you mean #signal"):
         ArrayWindows(f"{tmp_path}/group#sginal", (1,))
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("keeps_root", [True, False])
+def test_arrays_that_consolidated_metadata_alone_describe_are_read(tmp_path, version, keeps_root):
+    zarr = pytest.importorskip("zarr", "3.0")
+    path = tmp_path / "group"
+    group = zarr.open_group(path, mode="w", zarr_format=version)
+    for name in ("signal", "sub/label", "sub/deeper/mask"):
+        array = group.create_array(name, data=np.arange(4, dtype="int16"), chunks=(2,), fill_value=9)
+        array.attrs["scale_factor"] = 0.5
+    zarr.consolidate_metadata(group.store, zarr_format=version)
+    for file in [*path.rglob(".z*"), *path.rglob("zarr.json")]:
+        is_root = file.parent == path
+        if file.name != ".zmetadata" and not (is_root and (keeps_root or file.name == "zarr.json")):
+            file.unlink()
+    for name in ("signal", "sub/label", "sub/deeper/mask"):
+        source = ArrayWindows(f"{path}#{name}", (4,))
+        assert take(source, 1)[0]["data"].tolist() == [0, 0.5, 1, 1.5]
+        assert planned(source, 1)["data"].tolist() == [[0, 0.5, 1, 1.5]]
+    for uri, says in {
+        "group": "a group: say which array; it has #signal, #sub/deeper/mask, #sub/label",
+        "group#sub": "a group: say which array; it has #sub/deeper/mask, #sub/label",
+    }.items():
+        with pytest.raises(SamplerError, match=says):
+            ArrayWindows(f"{tmp_path}/{uri}", (1,))
+    for uri in ("group#sub/lable", "group/sub/lable"):
+        with pytest.raises(FileNotFoundError, match="no array 'sub/lable' of Zarr: did you mean #sub/label"):
+            ArrayWindows(f"{tmp_path}/{uri}", (1,))
 
 
 @pytest.fixture(scope="module")

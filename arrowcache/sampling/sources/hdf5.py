@@ -2,6 +2,9 @@
 
 A local file is read by HDF5 itself. Any other file is read through a Python file object, which repeats reads
 that fail in the store. HDF5 looks for its metadata in many small reads, so they are buffered.
+
+HDF5 closes the files that are left open once the interpreter is gone, and a Python file object would be called
+then: the process would crash. So they are closed at exit, in a forked child too: that asks no store.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.lifetimes import Origin, at_exit, call_all, exit_has_begun
 from arrowcache.sampling.retries import in_place_of
 from arrowcache.sampling.sources.arrays import ArrayLayout, Pieces, Places, Window, from_pieces, strides_of
 from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile, names_in
@@ -24,6 +29,7 @@ from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile, nam
 T = TypeVar("T")
 
 _BUFFER_BYTES = 64 << 10
+_EXIT_SECONDS = 10.0  # for the end of another thread's read at exit
 
 
 class Hdf5Array:
@@ -37,20 +43,27 @@ class Hdf5Array:
     def __init__(self, store: ObjectStore, path: str, inner: str, name: str) -> None:
         self._store, self._path, self._name = store, path, name
         self._remote: StoreFile | None = None
-        self._lock = threading.RLock()
-        if not store.is_local:
-            self._remote = StoreFile(store, path)
-            file: Any = io.BufferedReader(self._remote, _BUFFER_BYTES)
-        else:
-            store.run(lambda: store.open(path).close(), path)  # h5py's error would lack the name
-            file = path
-        self._file: Any = self._run(lambda: h5py.File(file, "r", locking="best-effort"))
+        self._file: Any = None
+        self._lock, self._origin = threading.RLock(), Origin()
         try:
+            with self._lock:
+                self._file = self._opened()
             self._dataset = self._run(lambda: self._find(inner))
             self.layout = self._run(lambda: _layout(self._dataset))
         except BaseException:
             self.close()
             raise
+
+    def _opened(self) -> Any:
+        if self._store.is_local:
+            self._store.run(lambda: self._store.open(self._path).close(), self._path)  # h5py names no file
+            return self._run(lambda: h5py.File(self._path, "r", locking="best-effort"))
+        _remote[id(self)] = self
+        if exit_has_begun():
+            raise RuntimeError(f"{self._name} is not opened: the process ends")
+        self._remote = StoreFile(self._store, self._path)
+        file = io.BufferedReader(self._remote, _BUFFER_BYTES)
+        return self._run(lambda: h5py.File(file, "r", locking="best-effort"))
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
         return self._run(lambda: np.asarray(self._dataset[tuple(box)]))
@@ -64,9 +77,24 @@ class Hdf5Array:
         return self._run(lambda: self._dataset.attrs.get(name))
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._remote is not None:
             self._remote.close()
+
+    def close_at_exit(self) -> None:
+        """Close it, also while a daemon thread reads: its read fails. In a forked child only HDF5's part."""
+        if not self._origin.is_here:  # a thread of the parent may hold the lock; h5py lets none fork in a read
+            if self._file is not None:
+                self._file.close()
+            return
+        if self._remote is not None:
+            self._remote.is_over = True
+        if self._lock.acquire(timeout=_EXIT_SECONDS):
+            try:
+                self.close()
+            finally:
+                self._lock.release()
 
     def _find(self, inner: str) -> Any:
         found = self._file.get(inner) if inner else None
@@ -87,10 +115,14 @@ class Hdf5Array:
     def _run(self, read: Callable[[], T]) -> T:
         try:
             with self._lock:
+                if self._remote is not None:
+                    self._remote.require_open()
                 return read()
         except (OSError, RuntimeError, KeyError) as error:
-            if self._remote is not None and self._remote.error is not None:
-                raise self._remote.error from None
+            if self._remote is not None:
+                self._remote.require_open()
+                if self._remote.error is not None:
+                    raise self._remote.error from None
             why = self._store.other_format(self._path, "HDF5") or " ".join(str(error).split())
             raise in_place_of(error, SamplerError(f"{self._name}: cannot be read as HDF5: {why}")) from None
 
@@ -109,3 +141,11 @@ def _axis_name(dataset: Any, axis: int) -> str | None:
         name: str = attached.label if scale is None else scale.name.rpartition("/")[2]
         return name or None
     return None
+
+
+def _close_all() -> None:
+    call_all(array.close_at_exit for each in _remote.valuerefs() if (array := each()) is not None)
+
+
+_remote: WeakValueDictionary[int, Hdf5Array] = WeakValueDictionary()  # by id
+at_exit(_close_all)

@@ -225,7 +225,8 @@ class Unopened(Closable):
 class StoreFile(io.RawIOBase):
     """A store's file for libraries that read files of Python.
 
-    `error` is the last error of the store, for a library that does not report it.
+    `error` is the last error of the store, for a library that does not report it. Once `is_over` is set, each
+    read fails, and is not tried again.
 
     Args:
         nbytes: its length, if that is known: a shorter file is an error.
@@ -233,6 +234,7 @@ class StoreFile(io.RawIOBase):
 
     def __init__(self, store: ObjectStore, path: str, nbytes: int | None = None) -> None:
         self.error: OSError | None = None
+        self.is_over = False
         self._store, self._path = store, path
         self._file = store.run(lambda: store.open(path), path)
         self._size: int = store.run(self._file.size, path) if nbytes is None else nbytes
@@ -254,12 +256,21 @@ class StoreFile(io.RawIOBase):
         if wanted <= 0:
             return 0
         try:
-            view[:wanted] = self._store.read(self._file, wanted, self._at, self._path)
+            view[:wanted] = self._store.run(lambda: self._read(wanted), self._path)
         except OSError as error:
             self.error = error
             raise
         self._at += wanted
         return wanted
+
+    def require_open(self) -> None:
+        """Raises: ValueError: `is_over`."""
+        if self.is_over:
+            raise ValueError(f"{self._store.name(self._path)} is closed: the process ends")
+
+    def _read(self, nbytes: int) -> bytes:
+        self.require_open()
+        return read_at(self._file, nbytes, self._at)
 
     def close(self) -> None:
         if not self.closed:

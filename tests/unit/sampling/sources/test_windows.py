@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawing import planned, require_pure, take
+from processes import Script
 from pyarrow import fs
 from quick import first_is_quick
 
@@ -439,6 +440,53 @@ def test_damaged_hdf5_is_an_error_that_names_it(tmp_path, volume):
     path.write_bytes(path.read_bytes()[:700])
     with pytest.raises(SamplerError, match=r"all\.h5#group/x: cannot be read as HDF5: .*truncated"):
         ArrayWindows(f"{path}#group/x", (1,))
+
+
+#: A source of HDF5 that is no local file for it, and that nothing frees before the interpreter is gone.
+OPEN_AT_EXIT = """
+import ctypes, os, sys, threading
+import numpy as np
+from pyarrow import fs
+from arrowcache.sampling.sources import ArrayWindows
+
+filesystem = fs.SubTreeFileSystem(sys.argv[1], fs.LocalFileSystem())
+source = ArrayWindows("all.h5#group/x", (2,), filesystem=filesystem)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(source))
+samples = source(np.random.default_rng(0))
+print(next(samples)["data"].shape)
+"""
+ENDS_OF_HDF5 = {
+    "exit": "",
+    "forked": """
+child = os.fork()
+if child:
+    print(os.waitpid(child, 0)[1], next(samples)["data"].shape)
+""",
+    "forked, and opened anew": """
+child = os.fork()
+print(next(samples)["data"].shape)
+if child:
+    print(os.waitpid(child, 0)[1], next(samples)["data"].shape)
+""",
+    "while a thread reads": """
+has_begun = threading.Event()
+def read():
+    for _ in samples:
+        has_begun.set()
+threading.excepthook = lambda _: None
+threading.Thread(target=read, daemon=True).start()
+has_begun.wait()
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDS_OF_HDF5)
+def test_a_process_ends_well_with_an_hdf5_file_of_a_store_open(tmp_path, volume, how):
+    store(tmp_path, "x", volume, "h5")
+    with Script(OPEN_AT_EXIT + ENDS_OF_HDF5[how], tmp_path, new_interpreter=True) as script:
+        assert script.end() == (0, "")
+        assert script.printed().startswith("(2, 12, 7)")
+        assert ("\n0 (2, 12, 7)" in script.printed()) == ("forked" in how), "the child's, then the parent's"
 
 
 def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):

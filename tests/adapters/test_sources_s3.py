@@ -22,6 +22,7 @@ from helpers import in_child
 from object_store import Fault, ObjectStore, serve
 from pyarrow import fs
 
+from arrowcache.errors import SamplerError
 from arrowcache.sampling.sources import ArrayWindows, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.sampling.sources.object_store import locate
 
@@ -349,6 +350,21 @@ def test_with_obstore_arrays_and_shards_are_read_without_a_request_for_their_siz
     asked(store)
     assert np.array_equal(take(source, 1)[0]["npy"], array)
     assert asked(store) == {"GET"}
+
+
+@pytest.mark.usefixtures("obstore", "uncollected")
+@pytest.mark.parametrize("chunks", [None, (50, 10)])
+def test_with_obstore_hdf5_is_read_without_a_request_for_its_size(store, chunks):
+    h5py = pytest.importorskip("h5py")
+    folder = store.folder / "bucket" / "arrays"
+    with h5py.File(folder / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(10_000).reshape(1000, 10), chunks=chunks)
+    draw_windows(store.uri("bucket/arrays/x.h5") + "#x")
+    assert asked(store) == {"GET"}
+    for name in ("empty.h5", "no.h5"):
+        (folder / "empty.h5").touch()
+        with pytest.raises((SamplerError, FileNotFoundError), match=rf"s3://bucket/arrays/{name}"):
+            ArrayWindows(store.uri(f"bucket/arrays/{name}") + "#x", (1,))
 
 
 @pytest.mark.usefixtures("obstore")

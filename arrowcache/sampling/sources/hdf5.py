@@ -1,10 +1,11 @@
 """HDF5: a dataset of an HDF5 file on any store, through h5py, which this module imports.
 
 A local file is read by HDF5 itself. Any other file is read through a Python file object, which repeats reads
-that fail in the store. HDF5 looks for its metadata in many small reads, so they are buffered.
+that fail in the store. HDF5 looks for its metadata in many small reads, so they are buffered. Where the
+file has the cells of a dataset plain, they are read past HDF5, as those of a .npy: many windows at once.
 
-HDF5 closes the files that are left open once the interpreter is gone, and a Python file object would be called
-then: the process would crash. So they are closed at exit, in a forked child too: that asks no store.
+libhdf5 closes the files that are left open once the interpreter is gone. To call a Python file object then
+would crash the process. So they are closed at exit before it, in a forked child too: that asks no store.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from numpy.typing import NDArray
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.lifetimes import Origin, at_exit, call_all, exit_has_begun
 from arrowcache.sampling.retries import in_place_of
-from arrowcache.sampling.sources.arrays import ArrayLayout, Pieces, Places, Window, from_pieces, strides_of
+from arrowcache.sampling.sources.arrays import (
+    ArrayLayout,
+    Pieces,
+    Places,
+    Window,
+    box_from_bytes,
+    from_bytes,
+    from_pieces,
+    strides_of,
+)
 from arrowcache.sampling.sources.object_store import ObjectStore, StoreFile, names_in
 
 T = TypeVar("T")
@@ -33,7 +43,7 @@ _EXIT_SECONDS = 10.0  # for the end of another thread's read at exit
 
 
 class Hdf5Array:
-    """A dataset of an open file. HDF5 reads in one thread at a time.
+    """A dataset of an open file. HDF5 reads in one thread at a time, what is past it in any.
 
     Raises: FileNotFoundError: no such file. ValueError: no dataset of that name. SamplerError: not HDF5.
     """
@@ -50,6 +60,7 @@ class Hdf5Array:
                 self._file = self._opened()
             self._dataset = self._run(lambda: self._find(inner))
             self.layout = self._run(lambda: _layout(self._dataset))
+            self._start = None if store.is_local else self._run(lambda: _start(self._file, self._dataset))
         except BaseException:
             self.close()
             raise
@@ -66,11 +77,16 @@ class Hdf5Array:
         return self._run(lambda: h5py.File(file, "r", locking="best-effort"))
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
+        if self._start is not None:
+            return box_from_bytes(self.layout, box, self._bytes)
         return self._run(lambda: np.asarray(self._dataset[tuple(box)]))
 
     def cut(self, window: Window, starts: Places, pieces: Pieces | None) -> tuple[NDArray[Any], set[int]]:
         if self.layout.chunks is not None:
-            return from_pieces(self.layout, window, starts, self.read, pieces)
+            is_tallied = self._remote is not None
+            return from_pieces(self.layout, window, starts, self.read, pieces, is_tallied=is_tallied)
+        if self._start is not None:
+            return from_bytes(self.layout, window, starts, self._bytes), set()
         return np.stack([self.read(window.box(start)) for start in starts.tolist()]), set()
 
     def attribute(self, name: str) -> Any:
@@ -83,18 +99,23 @@ class Hdf5Array:
             self._remote.close()
 
     def close_at_exit(self) -> None:
-        """Close it, also while a daemon thread reads: its read fails. In a forked child only HDF5's part."""
-        if not self._origin.is_here:  # a thread of the parent may hold the lock; h5py lets none fork in a read
-            if self._file is not None:
-                self._file.close()
-            return
+        """Close HDF5's part, also while a daemon thread reads: its read fails.
+
+        A forked child waits for no lock: a thread of its parent may have it, but h5py lets none fork in HDF5.
+        """
         if self._remote is not None:
             self._remote.is_over = True
-        if self._lock.acquire(timeout=_EXIT_SECONDS):
-            try:
-                self.close()
-            finally:
+        is_here = self._origin.is_here
+        if not is_here or self._lock.acquire(timeout=_EXIT_SECONDS):
+            if self._file is not None:
+                self._file.close()
+            if is_here:
                 self._lock.release()
+
+    def _bytes(self, first: int, nbytes: int) -> bytes:
+        assert self._remote is not None
+        assert self._start is not None
+        return self._remote.fetch(nbytes, self._start + first)
 
     def _find(self, inner: str) -> Any:
         found = self._file.get(inner) if inner else None
@@ -131,6 +152,20 @@ def _layout(dataset: Any) -> ArrayLayout:
     strides = strides_of(dataset.shape, dataset.dtype.itemsize)
     names = tuple(_axis_name(dataset, axis) for axis in range(len(dataset.shape)))
     return ArrayLayout(dataset.shape, dataset.dtype, dataset.chunks, strides, names)
+
+
+def _start(file: Any, dataset: Any) -> int | None:
+    """Return where in the file a dataset's cells begin. None: they do not lie there as NumPy has them."""
+    is_plain = (
+        dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS
+        and dataset.external is None
+        and not file.userblock_size
+        and dataset.dtype.kind in "iuf"
+        and dataset.dtype.isnative
+        and dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype))  # also in its bits
+    )
+    start: int | None = dataset.id.get_offset() if is_plain else None  # None, too, if nothing was written
+    return start
 
 
 def _axis_name(dataset: Any, axis: int) -> str | None:

@@ -27,7 +27,7 @@ from pyarrow import NativeFile, fs
 from arrowcache.arrow.foreign import other_format
 from arrowcache.lifetimes import Closable, Origin, call_all, forgets_in_child
 from arrowcache.sampling.reads import is_hedge
-from arrowcache.sampling.retries import Retries
+from arrowcache.sampling.retries import Retries, tally
 from arrowcache.units import did_you_mean
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ M = TypeVar("M")
 URI = str | os.PathLike[str]
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".zip")
 _HEAD_BYTES = 512
+_FIRST_BYTES = 64 << 10
 _MAX_NAMED = 20
 _AUTHORITY_END = re.compile("[/?#]")
 _CUT_SECRET = re.compile(r"[^@\[]*:[^@]*[^@\d][^@]*")  # not a host with a port, nor of IPv6
@@ -198,19 +199,30 @@ class Unopened(Closable):
         self._store, self._path = store, path
         self._file: NativeFile | None = None
         self._size: int | None = None
+        self._first = b""
 
     def read_at(self, nbytes: int, start: int) -> bytes:
-        getter = self._store.getter if self._file is None else None
-        if getter is not None and (found := getter.get(self._path, start, nbytes)) is not None:
-            data, self._size = found
-            return data
-        rest: bytes = self._native().read_at(nbytes, start)
-        return rest
+        if start + nbytes <= len(self._first):
+            return self._first[start : start + nbytes]
+        data = self._got(nbytes, start)
+        if data is None:
+            data = self._native().read_at(nbytes, start)
+        return data
 
     def size(self) -> int:
+        """Return its length: known from any read, else from that of the first bytes, which are kept."""
+        if self._size is None:
+            self._first = self._got(_FIRST_BYTES, 0) or b""
         if self._size is None:
             self._size = self._native().size()
         return self._size
+
+    def _got(self, nbytes: int, start: int) -> bytes | None:
+        getter = self._store.getter if self._file is None else None
+        if getter is None or (found := getter.get(self._path, start, nbytes)) is None:
+            return None
+        data, self._size = found
+        return data
 
     def close(self) -> None:
         if self._file is not None:
@@ -261,7 +273,15 @@ class StoreFile(io.RawIOBase):
             self.error = error
             raise
         self._at += wanted
+        tally.fetched_bytes += wanted
         return wanted
+
+    def fetch(self, nbytes: int, start: int) -> bytes:
+        """Read bytes from anywhere, with retries. Thread-safe. Raises: as `Retries.run`."""
+        self.require_open()
+        if self._store.fsspec is not None:  # whose open files read one range at a time
+            return self._store.fetch(self._path, start, nbytes)
+        return self._store.read(self._file, nbytes, start, self._path)
 
     def require_open(self) -> None:
         """Raises: ValueError: `is_over`."""

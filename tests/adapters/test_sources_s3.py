@@ -488,6 +488,42 @@ def test_what_obstore_does_not_speak_pyarrow_reads(store, monkeypatch, tmp_path)
     assert asked(store) == {"GET", "HEAD"}
 
 
+@pytest.mark.usefixtures("obstore")
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_ENDPOINT", "AWS_Endpoint", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "GOOGLE_BASE_URL",
+     "AZURE_STORAGE_USE_EMULATOR"],
+)  # fmt: skip
+def test_a_store_that_the_environment_names_for_obstore_is_not_read_by_it(monkeypatch, name):
+    from arrowcache.sampling.sources.getter import getter_of
+
+    files = {
+        "AWS": lambda: fs.S3FileSystem(anonymous=True, region="us-east-1"),
+        "GOOGLE": lambda: fs.GcsFileSystem(anonymous=True),
+        "AZURE": lambda: fs.AzureFileSystem("account", account_key="a2V5"),
+    }[name.partition("_")[0]]()
+    assert getter_of(files) is not None
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert getter_of(files) is None
+
+
+@pytest.mark.usefixtures("obstore")
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("AWS_ENDPOINT", {"GET"}), ("AWS_ENDPOINT_URL", {"GET"}), ("AWS_ENDPOINT_URL_S3", {"GET", "HEAD"}),
+        ("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", {"GET", "HEAD"}), ("AWS_S3_EXPRESS", {"GET", "HEAD"}),
+    ],
+)  # fmt: skip
+def test_the_server_of_a_uri_goes_before_one_of_the_environment(store, monkeypatch, name, methods):
+    for other in ("other/bucket/arrays", "arrays"):  # the second as of a host that is a bucket
+        (store.folder / other).mkdir(parents=True)
+        np.save(store.folder / other / "x.npy", np.zeros((1000, 10), np.int64))
+    monkeypatch.setenv(name, f"http://127.0.0.1:{store.port}/other" if "ENDPOINT" in name else "true")
+    draw_windows(store.uri(NUMBERS))
+    assert asked(store) == methods
+
+
 def test_keys_of_a_uri_go_without_a_token_of_the_environment(store, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of others")
     draw_windows(store.uri(NUMBERS))

@@ -93,6 +93,8 @@ class Hdf5Array:
         return self._run(lambda: self._dataset.attrs.get(name))
 
     def close(self) -> None:
+        if self._remote is not None and self._remote.is_over:  # closed at exit
+            return
         if self._file is not None:
             self._file.close()
         if self._remote is not None:
@@ -103,6 +105,7 @@ class Hdf5Array:
 
         A forked child waits for no lock: a thread of its parent may have it, but h5py lets none fork in HDF5.
         """
+        _closed_at_exit.append(self)  # h5py ends without its lock: no thread may free its objects then
         if self._remote is not None:
             self._remote.is_over = True
         is_here = self._origin.is_here
@@ -183,4 +186,5 @@ def _close_all() -> None:
 
 
 _remote: WeakValueDictionary[int, Hdf5Array] = WeakValueDictionary()  # by id
+_closed_at_exit: list[Hdf5Array] = []
 at_exit(_close_all)

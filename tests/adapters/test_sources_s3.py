@@ -22,6 +22,7 @@ from helpers import in_child
 from object_store import Fault, ObjectStore, serve
 from pyarrow import fs
 
+from arrowcache.errors import SamplerError
 from arrowcache.sampling.sources import ArrayWindows, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.sampling.sources.object_store import locate
 
@@ -351,6 +352,21 @@ def test_with_obstore_arrays_and_shards_are_read_without_a_request_for_their_siz
     assert asked(store) == {"GET"}
 
 
+@pytest.mark.usefixtures("obstore", "uncollected")
+@pytest.mark.parametrize("chunks", [None, (50, 10)])
+def test_with_obstore_hdf5_is_read_without_a_request_for_its_size(store, chunks):
+    h5py = pytest.importorskip("h5py")
+    folder = store.folder / "bucket" / "arrays"
+    with h5py.File(folder / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(10_000).reshape(1000, 10), chunks=chunks)
+    draw_windows(store.uri("bucket/arrays/x.h5") + "#x")
+    assert asked(store) == {"GET"}
+    for name in ("empty.h5", "no.h5"):
+        (folder / "empty.h5").touch()
+        with pytest.raises((SamplerError, FileNotFoundError), match=rf"s3://bucket/arrays/{name}"):
+            ArrayWindows(store.uri(f"bucket/arrays/{name}") + "#x", (1,))
+
+
 @pytest.mark.usefixtures("obstore")
 def test_with_obstore_parquet_is_read_without_a_request_for_its_size(store):
     path, count = store.folder / "bucket" / "wide" / "x.parquet", 2000
@@ -470,6 +486,42 @@ def test_what_obstore_does_not_speak_pyarrow_reads(store, monkeypatch, tmp_path)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # of which pyarrow knows nothing
     draw_windows(NUMBERS, of(access_key="key", secret_key="secret"))
     assert asked(store) == {"GET", "HEAD"}
+
+
+@pytest.mark.usefixtures("obstore")
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_ENDPOINT", "AWS_Endpoint", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "GOOGLE_BASE_URL",
+     "AZURE_STORAGE_USE_EMULATOR"],
+)  # fmt: skip
+def test_a_store_that_the_environment_names_for_obstore_is_not_read_by_it(monkeypatch, name):
+    from arrowcache.sampling.sources.getter import getter_of
+
+    files = {
+        "AWS": lambda: fs.S3FileSystem(anonymous=True, region="us-east-1"),
+        "GOOGLE": lambda: fs.GcsFileSystem(anonymous=True),
+        "AZURE": lambda: fs.AzureFileSystem("account", account_key="a2V5"),
+    }[name.partition("_")[0]]()
+    assert getter_of(files) is not None
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert getter_of(files) is None
+
+
+@pytest.mark.usefixtures("obstore")
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("AWS_ENDPOINT", {"GET"}), ("AWS_ENDPOINT_URL", {"GET"}), ("AWS_ENDPOINT_URL_S3", {"GET", "HEAD"}),
+        ("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", {"GET", "HEAD"}), ("AWS_S3_EXPRESS", {"GET", "HEAD"}),
+    ],
+)  # fmt: skip
+def test_the_server_of_a_uri_goes_before_one_of_the_environment(store, monkeypatch, name, methods):
+    for other in ("other/bucket/arrays", "arrays"):  # the second as of a host that is a bucket
+        (store.folder / other).mkdir(parents=True)
+        np.save(store.folder / other / "x.npy", np.zeros((1000, 10), np.int64))
+    monkeypatch.setenv(name, f"http://127.0.0.1:{store.port}/other" if "ENDPOINT" in name else "true")
+    draw_windows(store.uri(NUMBERS))
+    assert asked(store) == methods
 
 
 def test_keys_of_a_uri_go_without_a_token_of_the_environment(store, monkeypatch):

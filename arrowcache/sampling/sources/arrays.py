@@ -230,17 +230,30 @@ def from_bytes(
     return cells
 
 
+def box_from_bytes(
+    layout: ArrayLayout, box: Sequence[slice], read: Callable[[int, int], bytes]
+) -> NDArray[Any]:
+    """Return the cells of a box of a file of plain cells. `read`: as of `from_bytes`."""
+    one = np.array([[part.start for part in box]], np.int64)
+    lengths = tuple(part.stop - part.start for part in box)
+    cells: NDArray[Any] = from_bytes(layout, Window(lengths, ()), one, read)[0]
+    return cells
+
+
 def from_pieces(
     layout: ArrayLayout,
     window: Window,
     starts: Places,
     read: Callable[[Sequence[slice]], NDArray[Any]],
     pieces: Pieces | None,
+    *,
+    is_tallied: bool = False,
 ) -> tuple[NDArray[Any], set[int]]:
     """Return windows of an array in chunks, (windows, *shape), and the numbers of the pieces they needed.
 
     Args:
         read: called with a box, of whole chunks along the axes that are cut.
+        is_tallied: `read` notes the bytes that it fetches.
     """
     assert layout.chunks is not None
     first, last = _chunks(layout.chunks, window, starts)
@@ -258,7 +271,7 @@ def from_pieces(
 
     def fetch(place: tuple[int, ...]) -> NDArray[Any]:
         cells = read([*_piece(layout, place), *window.rest])
-        tally.fetched_bytes += cells.nbytes
+        tally.fetched_bytes += 0 if is_tallied else cells.nbytes
         return cells
 
     found: dict[tuple[int, ...], NDArray[Any]] = {}
@@ -402,10 +415,7 @@ class NpyArray:
             raise
 
     def read(self, box: Sequence[slice]) -> NDArray[Any]:
-        one = np.array([[part.start for part in box]], np.int64)
-        lengths = tuple(part.stop - part.start for part in box)
-        cells: NDArray[Any] = from_bytes(self.layout, Window(lengths, ()), one, self._bytes)[0]
-        return cells
+        return box_from_bytes(self.layout, box, self._bytes)
 
     def cut(
         self,

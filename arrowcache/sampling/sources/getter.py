@@ -32,6 +32,11 @@ _READ_SECONDS = 5.0  # without a byte, before a read fails: Ctrl-C in the main t
 _STATUS = re.compile(r"status code: ((?:408|429|5\d\d)[\w ]*)")
 _TRANSPORT = re.compile(r"HTTP error: ([\w ,]*)")
 _FORKED = 0x40  # PF_FORKNOEXEC of Linux
+# Of the environment, for obstore: another server, or other URLs. ELSEWHERE: whatever the options say.
+_S3_ENDPOINTS = {"AWS_ENDPOINT", "AWS_ENDPOINT_URL"}
+_S3_ELSEWHERE = {"AWS_ENDPOINT_URL_S3", "AWS_S3_EXPRESS", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"}
+_GCS_ENDPOINTS = {"GOOGLE_BASE_URL"}
+_AZURE_ELSEWHERE = {"AZURE_STORAGE_USE_EMULATOR", "AZURE_USE_EMULATOR", "AZURE_USE_FABRIC_ENDPOINT"}
 _AWS_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")
 
 
@@ -115,6 +120,10 @@ def getter_of(filesystem: fs.FileSystem) -> Getter | None:
     return None if store is None else Getter(store)
 
 
+def _is_any_set(names: set[str]) -> bool:
+    return any(name.upper() in names for name in os.environ)  # obstore takes them in any case
+
+
 def _is_fork() -> bool:
     """True if this process was forked, and runs no program of its own."""
     with open("/proc/self/stat") as file:
@@ -137,6 +146,7 @@ def _s3(options: dict[str, Any]) -> Callable[[str], Any] | None:
     if (
         options["role_arn"] or options.get("tls_ca_file_path") or options["force_virtual_addressing"]
         or (proxy["host"] if isinstance(proxy, dict) else proxy)
+        or _is_any_set(_S3_ELSEWHERE if options["endpoint_override"] else _S3_ELSEWHERE | _S3_ENDPOINTS)
     ):  # fmt: skip
         return None
     given: dict[str, Any] = {"region": options["region"]} if options["region"] else {}
@@ -160,7 +170,10 @@ def _s3(options: dict[str, Any]) -> Callable[[str], Any] | None:
 
 
 def _gcs(options: dict[str, Any]) -> Callable[[str], Any] | None:
-    if options["access_token"] or options["target_service_account"]:
+    if (
+        options["access_token"] or options["target_service_account"]
+        or (not options["endpoint_override"] and _is_any_set(_GCS_ENDPOINTS))
+    ):  # fmt: skip
         return None
     given: dict[str, Any] = {"skip_signature": True} if options["anonymous"] else {}
     if host := options["endpoint_override"]:
@@ -172,7 +185,7 @@ def _gcs(options: dict[str, Any]) -> Callable[[str], Any] | None:
 def _azure(options: dict[str, Any]) -> Callable[[str], Any] | None:
     keys = {"account_key": options["account_key"], "sas_key": options["sas_token"]}
     account, scheme = options["account_name"], options["blob_storage_scheme"]
-    if not any(keys.values()):
+    if not any(keys.values()) or _is_any_set(_AZURE_ELSEWHERE):
         return None
     host = options["blob_storage_authority"]
     given = {name: key for name, key in keys.items() if key} | {

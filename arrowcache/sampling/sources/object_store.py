@@ -27,7 +27,7 @@ from pyarrow import NativeFile, fs
 from arrowcache.arrow.foreign import other_format
 from arrowcache.lifetimes import Closable, Origin, call_all, forgets_in_child
 from arrowcache.sampling.reads import is_hedge
-from arrowcache.sampling.retries import Retries
+from arrowcache.sampling.retries import Retries, tally
 from arrowcache.units import did_you_mean
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ M = TypeVar("M")
 URI = str | os.PathLike[str]
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".zip")
 _HEAD_BYTES = 512
+_FIRST_BYTES = 64 << 10
 _MAX_NAMED = 20
 _AUTHORITY_END = re.compile("[/?#]")
 _CUT_SECRET = re.compile(r"[^@\[]*:[^@]*[^@\d][^@]*")  # not a host with a port, nor of IPv6
@@ -198,19 +199,30 @@ class Unopened(Closable):
         self._store, self._path = store, path
         self._file: NativeFile | None = None
         self._size: int | None = None
+        self._first = b""
 
     def read_at(self, nbytes: int, start: int) -> bytes:
-        getter = self._store.getter if self._file is None else None
-        if getter is not None and (found := getter.get(self._path, start, nbytes)) is not None:
-            data, self._size = found
-            return data
-        rest: bytes = self._native().read_at(nbytes, start)
-        return rest
+        if start + nbytes <= len(self._first):
+            return self._first[start : start + nbytes]
+        data = self._got(nbytes, start)
+        if data is None:
+            data = self._native().read_at(nbytes, start)
+        return data
 
     def size(self) -> int:
+        """Return its length: known from any read, else from that of the first bytes, which are kept."""
+        if self._size is None:
+            self._first = self._got(_FIRST_BYTES, 0) or b""
         if self._size is None:
             self._size = self._native().size()
         return self._size
+
+    def _got(self, nbytes: int, start: int) -> bytes | None:
+        getter = self._store.getter if self._file is None else None
+        if getter is None or (found := getter.get(self._path, start, nbytes)) is None:
+            return None
+        data, self._size = found
+        return data
 
     def close(self) -> None:
         if self._file is not None:
@@ -225,7 +237,8 @@ class Unopened(Closable):
 class StoreFile(io.RawIOBase):
     """A store's file for libraries that read files of Python.
 
-    `error` is the last error of the store, for a library that does not report it.
+    `error` is the last error of the store, for a library that does not report it. Once `is_over` is set, each
+    read fails, and is not tried again.
 
     Args:
         nbytes: its length, if that is known: a shorter file is an error.
@@ -233,6 +246,7 @@ class StoreFile(io.RawIOBase):
 
     def __init__(self, store: ObjectStore, path: str, nbytes: int | None = None) -> None:
         self.error: OSError | None = None
+        self.is_over = False
         self._store, self._path = store, path
         self._file = store.run(lambda: store.open(path), path)
         self._size: int = store.run(self._file.size, path) if nbytes is None else nbytes
@@ -254,12 +268,29 @@ class StoreFile(io.RawIOBase):
         if wanted <= 0:
             return 0
         try:
-            view[:wanted] = self._store.read(self._file, wanted, self._at, self._path)
+            view[:wanted] = self._store.run(lambda: self._read(wanted), self._path)
         except OSError as error:
             self.error = error
             raise
         self._at += wanted
+        tally.fetched_bytes += wanted
         return wanted
+
+    def fetch(self, nbytes: int, start: int) -> bytes:
+        """Read bytes from anywhere, with retries. Thread-safe. Raises: as `Retries.run`."""
+        self.require_open()
+        if self._store.fsspec is not None:  # whose open files read one range at a time
+            return self._store.fetch(self._path, start, nbytes)
+        return self._store.read(self._file, nbytes, start, self._path)
+
+    def require_open(self) -> None:
+        """Raises: ValueError: `is_over`."""
+        if self.is_over:
+            raise ValueError(f"{self._store.name(self._path)} is closed: the process ends")
+
+    def _read(self, nbytes: int) -> bytes:
+        self.require_open()
+        return read_at(self._file, nbytes, self._at)
 
     def close(self) -> None:
         if not self.closed:

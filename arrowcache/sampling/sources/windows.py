@@ -117,7 +117,8 @@ class ArrayWindows(Source):
     A pool draws the places of a segment's windows first, and fetches them in the order in which they lie in
     the store: each chunk once, and bytes that are near each other at once. So neighbours in a segment are
     neighbours in the array. A Loader's shuffle mixes them. HDF5 reads in one thread at a time of a process:
-    more `workers` make it faster, and more `reads` do not.
+    more `workers` make it faster, and more `reads` do not. Numbers without chunks on a remote store are read
+    past it, in any thread.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawing import planned, require_pure, take
+from processes import Script
 from pyarrow import fs
 from quick import first_is_quick
 
@@ -439,6 +440,92 @@ def test_damaged_hdf5_is_an_error_that_names_it(tmp_path, volume):
     path.write_bytes(path.read_bytes()[:700])
     with pytest.raises(SamplerError, match=r"all\.h5#group/x: cannot be read as HDF5: .*truncated"):
         ArrayWindows(f"{path}#group/x", (1,))
+
+
+#: How HDF5 may have the cells of a dataset without chunks, and their dtype.
+PLAIN_OF_HDF5 = {
+    "plain": "i4", "beside a user block": "i4", "in another byte order": ">i4", "in three bytes": "i4",
+    "truth values": "?", "complex": "c8", "in another file": "i4", "never written": "i4",
+    "in the header": "i4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", PLAIN_OF_HDF5)
+def test_hdf5_without_chunks_is_what_h5py_reads_however_its_cells_lie(tmp_path, how):
+    h5py = pytest.importorskip("h5py")
+    cells = (np.arange(600) % 251).reshape(100, 6).astype(PLAIN_OF_HDF5[how])
+    kind, created = h5py.h5t.py_create(cells.dtype, logical=True), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if how == "in three bytes":
+        kind = kind.copy()
+        kind.set_precision(24)
+        kind.set_offset(8)
+    elif how == "in another file":
+        created.set_external(bytes(tmp_path / "cells"), 0, h5py.h5s.UNLIMITED)
+    elif how == "in the header":
+        created.set_layout(h5py.h5d.COMPACT)
+    elif how == "never written":
+        created.set_fill_value(np.array(7, cells.dtype))
+        cells[...] = 7
+    block = 512 if how == "beside a user block" else 0
+    with h5py.File(tmp_path / "x.h5", "w", userblock_size=block) as file:
+        space = h5py.h5s.create_simple(cells.shape)
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space, created))
+        if how != "never written":
+            dataset[...] = cells
+    files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    with ArrayWindows("x.h5#x", (5, 2), filesystem=files, with_position=True) as source:
+        rows = planned(source, 50)
+        rows = {name: [*rows[name]] + [sample[name] for sample in take(source, 5)] for name in rows}
+    assert len(set(map(bytes, rows["position"]))) > 30
+    for data, (x, y) in zip(rows["data"], rows["position"], strict=True):
+        assert np.array_equal(data, cells[x : x + 5, y : y + 2])
+
+
+#: A source of HDF5 that is no local file for it, and that nothing frees before the interpreter is gone.
+OPEN_AT_EXIT = """
+import ctypes, os, sys, threading
+import numpy as np
+from pyarrow import fs
+from arrowcache.sampling.sources import ArrayWindows
+
+filesystem = fs.SubTreeFileSystem(sys.argv[1], fs.LocalFileSystem())
+source = ArrayWindows("all.h5#group/x", (2,), filesystem=filesystem)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(source))
+samples = source(np.random.default_rng(0))
+print(next(samples)["data"].shape)
+"""
+ENDS_OF_HDF5 = {
+    "exit": "",
+    "forked": """
+child = os.fork()
+if child:
+    print(os.waitpid(child, 0)[1], next(samples)["data"].shape)
+""",
+    "forked, and opened anew": """
+child = os.fork()
+print(next(samples)["data"].shape)
+if child:
+    print(os.waitpid(child, 0)[1], next(samples)["data"].shape)
+""",
+    "while a thread reads": """
+has_begun = threading.Event()
+def read():
+    for _ in samples:
+        has_begun.set()
+threading.excepthook = lambda _: None
+threading.Thread(target=read, daemon=True).start()
+has_begun.wait()
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDS_OF_HDF5)
+def test_a_process_ends_well_with_an_hdf5_file_of_a_store_open(tmp_path, volume, how):
+    store(tmp_path, "x", volume, "h5")
+    with Script(OPEN_AT_EXIT + ENDS_OF_HDF5[how], tmp_path, new_interpreter=True) as script:
+        assert script.end() == (0, "")
+        assert script.printed().startswith("(2, 12, 7)")
+        assert ("\n0 (2, 12, 7)" in script.printed()) == ("forked" in how), "the child's, then the parent's"
 
 
 def test_damaged_zarr_is_an_error_that_names_it(tmp_path, volume):

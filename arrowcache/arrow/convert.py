@@ -31,6 +31,8 @@ from arrowcache.arrow.schema import (
 from arrowcache.errors import SchemaError
 from arrowcache.units import shortened
 
+_MAX_DEPTH = 64  # of lists: NumPy makes no array of more dimensions
+
 
 def infer_type(name: str, value: object) -> FieldType:
     """The logical type of one value.
@@ -169,13 +171,14 @@ def is_masked(value: object) -> bool:
     return masked is not None and _has_a(masked, value)
 
 
-def _has_a(masked: type, value: object) -> bool:
+def _has_a(masked: type, value: object, depth: int = _MAX_DEPTH) -> bool:
     if not isinstance(value, list | tuple):
         return isinstance(value, masked)
     kinds = {*map(type, value)}  # few, of many numbers
     if any(issubclass(kind, masked) for kind in kinds):
         return True
-    return any(issubclass(kind, list | tuple) for kind in kinds) and any(_has_a(masked, one) for one in value)
+    has_lists = depth > 0 and any(issubclass(kind, list | tuple) for kind in kinds)  # a list may hold itself
+    return has_lists and any(_has_a(masked, one, depth - 1) for one in value)
 
 
 def require_unmasked(value: object, what: str, filler: object) -> None:

@@ -298,8 +298,8 @@ class Schema(Shown, Mapping[str, FieldType]):
             return tuple(self._fields)
         if isinstance(columns, str) or not hasattr(columns, "__iter__"):
             raise TypeError(f"columns must be a list of names, such as columns=[{next(iter(self))!r}]")
-        is_plain = isinstance(columns, Schema) or not isinstance(columns, Mapping)
-        if not is_plain and any(function is not None for function in columns.values()):
+        functions = columns if isinstance(columns, Mapping) and not isinstance(columns, Schema) else {}
+        if any(function is not None for function in functions.values()):
             raise TypeError(
                 f"columns must be a list of names here, such as columns={[*columns]}: a Loader "
                 "calls functions of columns"

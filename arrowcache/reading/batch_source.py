@@ -235,10 +235,14 @@ class EpochIterator(Iterator[Batch]):
             made = self.take()
             self._source.deliver(made)  # now nothing comes between it and its consumer
             assert made is not None  # else it has raised
-            return made.batch
+            batch: Batch = made.batch
+            return batch
 
     def take(self) -> ReadyBatch | None:
-        """Return the next batch, converted and not delivered yet, or None at the end. Blocks, Raises: as `next`."""
+        """Return the next batch, converted and not delivered yet, or None at the end.
+
+        Blocks, Raises: as `next`.
+        """
         source = self._source
         try:
             made = source.next(self._timeout_seconds)
@@ -269,6 +273,6 @@ class EpochIterator(Iterator[Batch]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an iterator over a Loader cannot be pickled or copied: its batches are under way here; pass on the "
-            "Loader, or its state_dict()"
+            "an iterator over a Loader cannot be pickled or copied: its batches are under way here; pass on "
+            "the Loader, or its state_dict()"
         )

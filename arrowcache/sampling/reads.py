@@ -662,8 +662,8 @@ def values_of(read: Read) -> Values:
 def _nbytes(values: object, depth: int = 0) -> int:
     """About the bytes of a sample, of its arrays and texts, also in lists.
 
-    Never raises, since a read would have no end: what cannot tell its bytes, such as a dataset of a closed file,
-    counts as nothing, and fails when it is appended.
+    Never raises, since a read would have no end: what cannot tell its bytes, such as a dataset of a closed
+    file, counts as nothing, and fails when it is appended.
     """
     try:
         if isinstance(values, bytes | str):

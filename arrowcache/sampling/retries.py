@@ -70,11 +70,12 @@ _BAD_REQUEST = 400
 #: Modules whose own errors say that bytes do not decode, though they are no ValueErrors. What is in a module
 #: counts, too: the errors that functions in C raise are those of a class of theirs, or of their caller.
 _DECODERS = (
-    "PIL", "_block", "_compression", "_csv", "_lzma", "_pickle", "av", "brotli", "bz2", "chunk", "compression",
-    "cramjam", "cv2", "fastavro", "google.protobuf", "gzip", "h5py", "imageio", "lz4", "lzma", "nibabel",
-    "numcodecs", "numpy.lib", "pandas.io.pickle", "pickle", "pyarrow.lib", "pydicom", "safetensors",
-    "scipy.io", "snappy", "soundfile", "struct", "tarfile", "tifffile", "torch._weights_only_unpickler",
-    "torch.jit", "torch.serialization", "wave", "xml", "yaml", "zipfile", "zlib", "zstandard", "zstd",
+    "PIL", "_block", "_compression", "_csv", "_lzma", "_pickle", "av", "brotli", "bz2", "chunk",
+    "compression", "cramjam", "cv2", "fastavro", "google.protobuf", "gzip", "h5py", "imageio", "lz4", "lzma",
+    "nibabel", "numcodecs", "numpy.lib", "pandas.io.pickle", "pickle", "pyarrow.lib", "pydicom",
+    "safetensors", "scipy.io", "snappy", "soundfile", "struct", "tarfile", "tifffile",
+    "torch._weights_only_unpickler", "torch.jit", "torch.serialization", "wave", "xml", "yaml", "zipfile",
+    "zlib", "zstandard", "zstd",
 )  # fmt: skip
 #: Of functions in C of bz2, pickle, marshal and lz4.
 _DECODER_SAYS = re.compile("Invalid data stream|Ran out of input|EOF read where|LZ4F_")

@@ -279,8 +279,8 @@ class DevicePrefetcher(Closable):
 class _Iterated(BatchSource):
     """An iterator as a source. `is_ours`: it is closed at the end, if possible.
 
-    A batch of a loader's iterator counts once it is delivered here, unless the iterator is not ours and goes on:
-    then those that were taken ahead count as it goes on behind them.
+    A batch of a loader's iterator counts once it is delivered here. Of an iterator that is not ours, and goes
+    on, those that were taken ahead count at the end.
     """
 
     _what = "iteration"

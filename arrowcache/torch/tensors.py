@@ -55,7 +55,7 @@ def to_tensor(values: Any, kind: FieldType | None) -> Any:
 
 
 def tensors_of(batch: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dict[str, Any]:
-    """Return the columns of a batch as tensors over the same memory, also those in dicts and lists of a transform.
+    """Return the columns of a batch as tensors over the same memory, also those in dicts and lists.
 
     Text, and what torch's `default_convert` leaves as it is, stays.
     Raises: TypeError: a column that cannot become one, by its name.
@@ -76,7 +76,7 @@ def tensors_of(batch: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dic
 
 def import_nested(*, on_device: bool = False) -> None:
     """Import torch's nested tensors ahead, which takes most of a second, or seconds for those of a device."""
-    bounds = {"min_seqlen": 0, "max_seqlen": 0} if on_device else {}
+    bounds: dict[str, Any] = {"min_seqlen": 0, "max_seqlen": 0} if on_device else {}
     torch.nested.nested_tensor_from_jagged(torch.empty(0), torch.zeros(1, dtype=torch.int64), **bounds)
 
 

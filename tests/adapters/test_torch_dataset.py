@@ -481,7 +481,7 @@ def test_a_forked_child_does_not_go_on_with_the_epoch_of_its_parent(cache):
     head = next(batches)["id"].tolist()
 
     def child():
-        with pytest.raises(ValueError, match="this epoch belongs to the process that forked.*iterate anew"):
+        with pytest.raises(ValueError, match=r"this epoch belongs to the process that forked.*iterate anew"):
             next(batches)
         assert len(ids_of(dataloader(cache, 16, 0))) == len(cache.snapshot())
 

@@ -309,8 +309,8 @@ class Columns(dict):
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, Columns])
 def test_what_a_transform_returns_has_the_same_types_at_each_face(tmp_path, kind):
     schema = {
-        "id": ac.Tensor("int64"), "half": ac.Tensor("bfloat16"), "tokens": ac.Ragged("int32"), "at": ac.Timestamp(),
-        "text": ac.String(),
+        "id": ac.Tensor("int64"), "half": ac.Tensor("bfloat16"), "tokens": ac.Ragged("int32"),
+        "at": ac.Timestamp(), "text": ac.String(),
     }  # fmt: skip
     with ac.Cache.create(tmp_path / "cache", ac.Schema(schema), "8MiB", "1MiB") as cache:
         with cache.writer() as writer:

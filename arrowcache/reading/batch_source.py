@@ -255,14 +255,6 @@ class EpochIterator(Iterator[Batch]):
             source.close()
             raise
 
-    def is_ready(self) -> bool:
-        """As of `BatchSource`."""
-        return self._source.is_ready()
-
-    def deliver(self, made: ReadyBatch | None) -> None:
-        """As of `BatchSource`: for who takes batches ahead of a consumer."""
-        self._source.deliver(made)
-
     def close(self) -> None:
         self._source.close()
 

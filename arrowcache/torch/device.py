@@ -28,7 +28,7 @@ from arrowcache.arguments import face
 from arrowcache.lifetimes import Closable, at_exit, call_all, until_exit
 from arrowcache.limits import Limits
 from arrowcache.reading.assembly import ReadyBatch
-from arrowcache.reading.batch_source import NEWER, BatchSource, EpochIterator
+from arrowcache.reading.batch_source import NEWER, BatchSource
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.device_copier import (
     DeviceCopier,
@@ -277,58 +277,38 @@ class DevicePrefetcher(Closable):
 
 
 class _Iterated(BatchSource):
-    """An iterator as a source. `is_ours`: it is closed at the end, if possible.
-
-    A batch of a loader's iterator counts once it is delivered here. Of an iterator that is not ours, and goes
-    on, those that were taken ahead count at the end.
-    """
+    """An iterator as a source. `is_ours`: it is closed at the end, if possible."""
 
     _what = "iteration"
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         super().__init__(None)
         self._iterator, self._is_ours = iterator, is_ours
-        self._of_loader = iterator if isinstance(iterator, EpochIterator) else None
-        self._is_over = False  # all batches were taken
-        self._ahead: deque[ReadyBatch] = deque()  # not delivered yet; without what they hold
+        self._is_over, self._ahead = False, 0  # all batches were taken; those that are not delivered
 
     def _take(self, timeout_seconds: float | None) -> ReadyBatch | None:  # noqa: ARG002  # it cannot be told
-        of_loader = self._of_loader
         try:
-            if of_loader is None:
-                made: ReadyBatch | None = ReadyBatch(next(self._iterator), 0, 0, 0, 0.0, None)
-            else:
-                made = of_loader.take()
-                if made is None and not self._ahead:  # others may have cut it short
-                    of_loader.deliver(None)
+            batch = next(self._iterator)
         except StopIteration:
-            made = None
-        if made is None:
             self._is_over = True
             return None
-        self._ahead.append(made._replace(batch=None))
-        return made
+        self._ahead += 1
+        return ReadyBatch(batch, 0, 0, 0, 0.0, None)
 
     def _look(self) -> bool:
-        return self._of_loader is None or self._of_loader.is_ready()  # others cannot be asked
+        return True  # it cannot be asked
 
     def _count(self, made: ReadyBatch) -> None:  # noqa: ARG002
-        ahead = self._ahead.popleft()
-        if self._of_loader is not None:
-            self._of_loader.deliver(ahead)
+        self._ahead -= 1
 
     def _is_whole(self) -> bool:
         return self._is_over and not self._ahead
 
     def _abandon(self) -> None:
-        while self._ahead:
-            ahead = self._ahead.popleft()
-            if self._of_loader is not None and not self._is_ours:
-                with suppress(Exception):  # it has ended, and its consumer is told
-                    self._of_loader.deliver(ahead)
+        """Nothing is under way."""
 
     def _release(self) -> None:
-        iterator, self._iterator, self._of_loader = self._iterator, iter(()), None
+        iterator, self._iterator = self._iterator, iter(())
         if self._is_ours and callable(end := getattr(iterator, "close", None)):
             end()
 

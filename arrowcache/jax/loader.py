@@ -137,20 +137,12 @@ class AheadIterator(EpochIterator):
     def take(self) -> ReadyBatch | None:
         source, taken, placed = self._source, self._taken, self._placed
         self.forget()
-        try:
-            if taken is None:
-                taken = source.next(self._timeout_seconds)
-        except BaseException as error:
-            source.close(error=type(error))
-            raise
-        try:
-            if taken is None:
-                return None
-            placed = self._finish(taken.batch) if placed is None else placed
-            self._look_ahead(source)
-        except BaseException:
-            source.close()
-            raise
+        if taken is None:
+            taken = source.next(self._timeout_seconds)
+        if taken is None:
+            return None
+        placed = self._finish(taken.batch) if placed is None else placed
+        self._look_ahead(source)
         return taken._replace(batch=placed)
 
     def _look_ahead(self, source: BatchSource) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
@@ -222,6 +223,7 @@ class EpochIterator(Iterator[Batch]):
     ) -> None:
         self._source, self._timeout_seconds, self._finish = source, timeout_seconds, finish
         self._turn = threading.RLock()
+        self._ahead: deque[ReadyBatch] = deque()  # without their columns; taken by whoever wraps this
 
     def __next__(self) -> Batch:
         """The next batch.
@@ -232,7 +234,13 @@ class EpochIterator(Iterator[Batch]):
         """
         self._source.require_own()  # first: in a forked child the turn may be taken for ever
         with self._turn:
-            made = self.take()
+            try:
+                made = self.take()
+            except BaseException as error:
+                self.close(type(error))
+                raise
+            if self._ahead:
+                self.deliver(0)
             self._source.deliver(made)  # now nothing comes between it and its consumer
             assert made is not None  # else it has raised
             batch: Batch = made.batch
@@ -241,22 +249,37 @@ class EpochIterator(Iterator[Batch]):
     def take(self) -> ReadyBatch | None:
         """Return the next batch, converted and not delivered yet, or None at the end.
 
-        Blocks, Raises: as `next`.
+        Blocks, Raises: as `next`. Whoever takes closes this behind an error: batches that were taken before
+        may still be delivered.
         """
-        source = self._source
-        try:
-            made = source.next(self._timeout_seconds)
-        except BaseException as error:
-            source.close(error=type(error))
-            raise
-        try:
-            return None if made is None else made._replace(batch=self._finish(made.batch))
-        except BaseException:
-            source.close()
-            raise
+        made = self._source.next(self._timeout_seconds)
+        return None if made is None else made._replace(batch=self._finish(made.batch))
 
-    def close(self) -> None:
-        self._source.close()
+    def is_ready(self) -> bool:
+        """True if `take` would return at once, as far as is known."""
+        return self._source.is_ready()
+
+    def take_ahead(self) -> ReadyBatch | None:
+        """`take` a batch that `deliver` counts, or what is delivered after it, if it is dropped."""
+        made = self.take()
+        if made is not None:
+            self._ahead.append(made._replace(batch={}))
+        return made
+
+    def deliver(self, ahead: int) -> None:
+        """Count what was taken ahead as handed out, but the last `ahead` batches. Raises: as of a source."""
+        while len(self._ahead) > ahead:
+            self._source.deliver(self._ahead.popleft())
+
+    def end(self) -> NoReturn:
+        """Raise the StopIteration of the end, or the error that says why it was cut short."""
+        self.deliver(0)
+        self._source.deliver(None)
+        raise StopIteration
+
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """End the epoch. `error`: it came in place of a batch."""
+        self._source.close(error=error)
 
     @until_exit
     def __del__(self) -> None:

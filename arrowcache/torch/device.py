@@ -28,7 +28,7 @@ from arrowcache.arguments import face
 from arrowcache.lifetimes import Closable, at_exit, call_all, until_exit
 from arrowcache.limits import Limits
 from arrowcache.reading.assembly import ReadyBatch
-from arrowcache.reading.batch_source import NEWER, BatchSource
+from arrowcache.reading.batch_source import NEWER, BatchSource, EpochIterator
 from arrowcache.torch.backend import Backend, backend_of
 from arrowcache.torch.device_copier import (
     DeviceCopier,
@@ -277,29 +277,51 @@ class DevicePrefetcher(Closable):
 
 
 class _Iterated(BatchSource):
-    """An iterator as a source. `is_ours`: it is closed at the end, if possible."""
+    """An iterator as a source. `is_ours`: it is closed at the end, if possible.
+
+    A loader's own iterator counts a batch when this one does, and learns of the end and of errors behind
+    those that were taken before: else its state would be of batches that nobody has.
+    """
 
     _what = "iteration"
 
     def __init__(self, iterator: Iterator[Any], *, is_ours: bool) -> None:
         super().__init__(None)
         self._iterator, self._is_ours = iterator, is_ours
+        self._epoch = iterator if isinstance(iterator, EpochIterator) else None
+        self._error: type[BaseException] | None = None  # came in place of a batch
         self._is_over, self._ahead = False, 0  # all batches were taken; those that are not delivered
+
+    def deliver(self, made: ReadyBatch | None) -> None:
+        if made is None and self._epoch is not None and not self.has_ended:
+            self._epoch.end()
+        super().deliver(made)
 
     def _take(self, timeout_seconds: float | None) -> ReadyBatch | None:  # noqa: ARG002  # it cannot be told
         try:
-            batch = next(self._iterator)
-        except StopIteration:
+            made = self._next() if self._epoch is None else self._epoch.take_ahead()
+        except BaseException as error:
+            self._error = type(error)
+            raise
+        if made is None:
             self._is_over = True
+        else:
+            self._ahead += 1
+        return made
+
+    def _next(self) -> ReadyBatch | None:
+        try:
+            return ReadyBatch(next(self._iterator), 0, 0, 0, 0.0, None)
+        except StopIteration:
             return None
-        self._ahead += 1
-        return ReadyBatch(batch, 0, 0, 0, 0.0, None)
 
     def _look(self) -> bool:
-        return True  # it cannot be asked
+        return True if self._epoch is None else self._epoch.is_ready()  # others cannot be asked
 
     def _count(self, made: ReadyBatch) -> None:  # noqa: ARG002
         self._ahead -= 1
+        if self._epoch is not None:
+            self._epoch.deliver(self._ahead)
 
     def _is_whole(self) -> bool:
         return self._is_over and not self._ahead
@@ -309,7 +331,10 @@ class _Iterated(BatchSource):
 
     def _release(self) -> None:
         iterator, self._iterator = self._iterator, iter(())
-        if self._is_ours and callable(end := getattr(iterator, "close", None)):
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None and (self._is_ours or self._error is not None):
+            epoch.close(self._error)
+        elif self._is_ours and callable(end := getattr(iterator, "close", None)):
             end()
 
 

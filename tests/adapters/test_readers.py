@@ -51,6 +51,9 @@ class Prefetched(Stock):
         loader = at.Loader(cache, size, **options)
         super().__init__(at.DevicePrefetcher(loader, "cpu"), loader)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
     def __exit__(self, *_: object) -> None:
         self._source.close()
 
@@ -73,7 +76,7 @@ FACES = {
     "device, threads": loader_face(at.Loader, workers=2, worker_type="thread", device="cpu"),
     "numpy, processes": loader_face(ac.Loader, workers=2),
     "torch, processes": loader_face(at.Loader, workers=2),
-    "prefetcher": Face(Prefetched, OF_LOADERS - {"one epoch", "close", "fork", "state", "repeat"}),
+    "prefetcher": Face(Prefetched, OF_LOADERS - {"one epoch", "close", "fork", "repeat"}),
     "dataloader, forked": stock(2, "fork"),
 }
 
@@ -196,3 +199,47 @@ def test_a_reader_in_brief(name, what, cache):
 def test_a_reader_in_brief_after_an_error(name, cache, tmp_path):
     test = Contract.test_the_error_of_a_transform_comes_in_its_place_and_the_next_epoch_is_whole
     test(Contract(), FACES[name], cache, tmp_path)
+
+
+def test_endless_batches_through_a_prefetcher_count_as_they_are_handed_out(cache):
+    with at.Loader(cache, 8, shuffle=None) as loader:
+        endless = loader.repeat()
+        prefetcher = at.DevicePrefetcher(endless, "cpu")
+        batches = iter(prefetcher)
+        head = [next(batches)["id"] for _ in range(5)]
+        assert torch.cat(head).tolist() == list(range(40))
+        assert (loader.state_dict()["position"], loader.stats().batches) == (40, 5)
+        batches.close()  # the iterator is the caller's: it goes on behind what was taken ahead
+        assert loader.state_dict()["position"] == 40
+        first = next(iter(prefetcher))["id"].tolist()[0]
+        assert 40 <= first < 160
+        assert loader.state_dict()["position"] == first + 8
+
+
+@pytest.mark.parametrize("repeats", [False, True], ids=["epoch", "repeat"])
+def test_an_error_behind_batches_that_a_prefetcher_took_comes_in_its_place(cache, repeats):
+    def fail(batch):
+        if 24 in batch["id"]:
+            raise LookupError("row 24")
+        return batch
+
+    with at.Loader(cache, 8, shuffle=None, transform=fail) as loader:
+        source = loader.repeat() if repeats else loader
+        prefetcher = at.DevicePrefetcher(source, "cpu")
+        batches = iter(prefetcher)
+        assert torch.cat([next(batches)["id"] for _ in range(3)]).tolist() == list(range(24))
+        with pytest.raises(LookupError):
+            next(batches)
+        assert loader.state_dict()["position"] == 24
+        assert list(batches) == []
+        assert list(source if repeats else []) == []  # as behind any error
+
+
+def test_an_epoch_that_is_cut_short_raises_in_the_prefetcher_that_took_it(cache):
+    with at.Loader(cache, 8, shuffle=None) as loader:
+        for endless in (False, True):
+            batches = iter(at.DevicePrefetcher(loader.repeat() if endless else loader, "cpu"))
+            next(batches)
+            iter(loader)
+            with pytest.raises(RuntimeError, match="a newer one began"):
+                list(batches)

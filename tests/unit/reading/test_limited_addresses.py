@@ -90,7 +90,7 @@ def test_a_function_of_rows_reads_a_wide_column_again_that_there_is_no_room_to_r
     in_limited_child(child)
 
 
-@pytest.mark.parametrize(("workers", "more"), [(1, 128 * MIB), (2, 512 * MIB)])
+@pytest.mark.parametrize(("workers", "more"), [(1, 192 * MIB), (2, 512 * MIB)])
 def test_worker_processes_inherit_the_limit(path, workers, more):
     def body() -> None:
         options = {"workers": workers, "transform": lambda batch: batch, "columns": ["x"]}

@@ -134,16 +134,16 @@ class AheadIterator(EpochIterator):
     _taken: ReadyBatch | None = None  # the batch ahead
     _placed: Batch | None = None  # on its device; None if that failed, so that its step tries again
 
-    def take(self) -> ReadyBatch | None:
+    def take(self) -> tuple[ReadyBatch | None, Any]:
         source, taken, placed = self._source, self._taken, self._placed
         self.forget()
         if taken is None:
             taken = source.next(self._timeout_seconds)
         if taken is None:
-            return None
+            return None, None
         placed = self._finish(taken.batch) if placed is None else placed
         self._look_ahead(source)
-        return taken._replace(batch=placed)
+        return taken, placed
 
     def _look_ahead(self, source: BatchSource) -> None:
         """Take the batch behind, if it is made, and put it on the device; an error waits for its step."""

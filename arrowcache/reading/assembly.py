@@ -329,13 +329,27 @@ class RowAssembly(Assembly):
         else:
             yield self._copied(rows)
 
-    def cut(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[ReadyBatch]:
-        """Yield batches that lie side by side."""
+    def cut(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterable[ReadyBatch]:
+        """Return batches that lie side by side."""
         size, count = self._batch_size, len(rows.ids)
         if count <= size:
-            yield self._complete(rows, whole, is_copied=is_copied)
-            return
-        for first in range(0, count, size):
+            return (self._complete(rows, whole, is_copied=is_copied),)
+        if self._options.with_ids or not self.columns.are_fixed or len(whole) < len(self.columns.names):
+            return self._cut_each(rows, whole, is_copied=is_copied)
+        row_bytes, copied = self.columns.row_bytes, self.columns.row_bytes if is_copied else 0
+        self._batch_rows, self._batch_bytes = size, max(1, size * row_bytes)
+        starts = range(0, count, size)
+        cuts = [[array[at : at + size] for at in starts] for array in whole.values()]  # few calls for all
+        return [
+            ReadyBatch(
+                dict(zip(whole, arrays, strict=True)), n, n * row_bytes, n * copied, rows.published, rows.epoch
+            )
+            for *arrays, n in zip(*cuts, [min(size, count - at) for at in starts], strict=True)
+        ]
+
+    def _cut_each(self, rows: BatchRows, whole: dict[str, Any], *, is_copied: bool) -> Iterator[ReadyBatch]:
+        size = self._batch_size
+        for first in range(0, len(rows.ids), size):
             of_batch = slice(first, first + size)
             columns = {name: rows_of(column, of_batch) for name, column in whole.items()}
             yield self._complete(rows._replace(ids=rows.ids[of_batch]), columns, is_copied=is_copied)

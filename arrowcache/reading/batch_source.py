@@ -51,7 +51,8 @@ def cut_short(because: str, what: str = "epoch") -> BaseException:
 class BatchSource(ABC):
     """The batches of an epoch, or of all that follow. One thread at a time takes them; any may end it.
 
-    A subclass makes batches in `_take` and `_look`. Only the thread that is inside touches what is under way:
+    A subclass makes batches in `_take` and `_look`. It may leave some in `ready`, of which the first `at_once`
+    need nothing but to be handed out: `next` is then a pop, and no wait. Only the thread that is inside touches what is under way:
     the consumer, else the thread that ends the source. So whoever ends it, all is abandoned, once.
     """
 
@@ -69,17 +70,25 @@ class BatchSource(ABC):
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a source anywhere
         self.inside = 0  # the thread that makes batches, or abandons them
         self._because: str | None = None  # why it was cut short: the error that its consumer gets
+        self.ready: deque[ReadyBatch] = deque()
+        self.at_once = 0  # of the ready ones
 
     def require_own(self) -> None:
         """Raises: ValueError: this process was forked from the one that makes the batches."""
         self._origin.require("this epoch", "iterate anew here")
 
     def next(self, timeout_seconds: float | None) -> ReadyBatch | None:
-        """Return the next batch, not delivered yet, or None at the end. The time counts as a wait.
+        """Return the next batch, not delivered yet, or None at the end. The time of its making counts as a wait.
 
         Raises: LoaderTimeoutError: none came in time. Any error of its making. RuntimeError: a function of
             the user raised StopIteration. As `require_own`.
         """
+        if self.at_once:
+            self.at_once -= 1
+            try:
+                return self.ready.popleft()
+            except IndexError:
+                pass  # another thread has ended it
         self.was_asked = True
         try:
             with self._waiting:
@@ -98,7 +107,7 @@ class BatchSource(ABC):
 
     def is_ready(self) -> bool:
         """True if `next` would return at once, as far as is known. Waits for nothing, not even rows."""
-        if not self._origin.is_here or not self._enter():
+        if self.at_once or not self._origin.is_here or not self._enter():
             return True
         try:
             return self._look()
@@ -222,6 +231,7 @@ class EpochIterator(Iterator[Batch]):
         self, source: BatchSource, timeout_seconds: float | None, finish: Callable[[Any], Any]
     ) -> None:
         self._source, self._timeout_seconds, self._finish = source, timeout_seconds, finish
+        self._origin = Origin()
         self._turn = threading.RLock()
         self._ahead: deque[ReadyBatch] = deque()  # without their columns; taken by whoever wraps this
 
@@ -232,28 +242,27 @@ class EpochIterator(Iterator[Batch]):
         Raises: LoaderTimeoutError; the error of a transform; RuntimeError: a newer epoch began, a state was
             loaded, or the loader was closed, also while this waits.
         """
-        self._source.require_own()  # first: in a forked child the turn may be taken for ever
+        if not self._origin.is_here:  # first: in a forked child the turn may be taken for ever
+            self._source.require_own()
         with self._turn:
             try:
-                made = self.take()
+                made, batch = self.take()
             except BaseException as error:
                 self.close(type(error))
                 raise
             if self._ahead:
                 self.deliver(0)
-            self._source.deliver(made)  # now nothing comes between it and its consumer
-            assert made is not None  # else it has raised
-            batch: Batch = made.batch
+            self._source.deliver(made)  # raises at the end; nothing comes between it and its consumer
             return batch
 
-    def take(self) -> ReadyBatch | None:
-        """Return the next batch, converted and not delivered yet, or None at the end.
+    def take(self) -> tuple[ReadyBatch | None, Any]:
+        """Return the next batch, which is not delivered yet, and what the consumer gets of it; None at the end.
 
         Blocks, Raises: as `next`. Whoever takes closes this behind an error: batches that were taken before
         may still be delivered.
         """
         made = self._source.next(self._timeout_seconds)
-        return None if made is None else made._replace(batch=self._finish(made.batch))
+        return made, None if made is None else self._finish(made.batch)
 
     def is_ready(self) -> bool:
         """True if `take` would return at once, as far as is known."""
@@ -261,10 +270,11 @@ class EpochIterator(Iterator[Batch]):
 
     def take_ahead(self) -> ReadyBatch | None:
         """`take` a batch that `deliver` counts, or what is delivered after it, if it is dropped."""
-        made = self.take()
-        if made is not None:
-            self._ahead.append(made._replace(batch={}))
-        return made
+        made, batch = self.take()
+        if made is None:
+            return None
+        self._ahead.append(made._replace(batch={}))
+        return made._replace(batch=batch)
 
     def deliver(self, ahead: int) -> None:
         """Count what was taken ahead as handed out, but the last `ahead` batches. Raises: as of a source."""

@@ -66,6 +66,7 @@ class EpochProgress(ABC):
 
     plan: Plan
     order: Order
+    _is_in_order = False
 
     def __init__(self, planned: Plan) -> None:
         self.planned, self.number = planned, planned.epoch
@@ -86,14 +87,21 @@ class EpochProgress(ABC):
     def is_delivered(self) -> bool:
         return self.delivered >= self.order.steps
 
-    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:  # noqa: ARG002
-        """Count delivered steps.
+    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> bool:
+        """Count delivered steps. An epoch in order also releases segments that no later batch needs.
 
         Args:
             step: all batches before this step were delivered. None: they are delivered in order.
             within: how far the epoch is after them, within a bundle of documents.
+        Returns: True if all are delivered now.
         """
         self.delivered, self.within = self.delivered + count, within
+        if self._is_in_order:
+            self._release_before(self.delivered if step is None else step)
+        return self.delivered >= self.order.steps
+
+    def _release_before(self, step: int) -> None:  # noqa: B027  # nothing to release is usual
+        """Release what no batch of this step or a later one needs."""
 
     @property
     def left_out(self) -> tuple[int, int]:
@@ -336,13 +344,10 @@ class Epoch(EpochProgress):
     def is_large(self) -> bool:
         return len(self.snapshot.seqs) >= Limits.current.slow_segments
 
-    def deliver(self, count: int = 1, step: int | None = None, within: Within | None = None) -> None:
-        """Count delivered steps. An epoch in order also releases segments that no later batch needs."""
-        super().deliver(count, step, within)
-        if self._is_in_order:
-            oldest = self.order.segments_span(self.delivered if step is None else step).start
-            if self.snapshot.release_oldest(oldest) and self._shared_plan is not None:
-                self._shared_plan.release_joined()
+    def _release_before(self, step: int) -> None:
+        oldest = self.order.segments_span(step).start
+        if self.snapshot.release_oldest(oldest) and self._shared_plan is not None:
+            self._shared_plan.release_joined()
 
     @property
     def left_out(self) -> tuple[int, int]:

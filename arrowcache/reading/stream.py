@@ -82,8 +82,8 @@ class BatchStream(BatchSource):
         self._ahead_steps = 0  # before the end of the newest epoch: from there on a slice is done each step
         meter.repeats = endless
         self.begun: deque[BatchGroup] = deque()
+        self._wanted = 0  # batches under way or ready
         self.under_way = 0  # batches in the groups begun
-        self.ready: deque[ReadyBatch] = deque()
         self.exhausted = False
         self._has_to_wait = False  # the next epoch, for rows
         self._may_wait = True  # for the next epoch; False while only asking whether it is ready
@@ -131,7 +131,9 @@ class BatchStream(BatchSource):
                         raise too_late(timeout_seconds)
                     self._meter.show()
             if self.ready:
-                return self.ready.popleft()
+                made = self.ready.popleft()
+                self.at_once = self._at_once()
+                return made
         error, self._error = self._error, None
         try:
             if error is not None and not self.has_ended:
@@ -156,8 +158,7 @@ class BatchStream(BatchSource):
     def _count(self, made: ReadyBatch) -> None:
         if made.epoch is not self._epochs.progress:
             self._begin_delivery(made.epoch)
-        made.epoch.deliver(made.steps, within=made.within)
-        self._is_between = made.epoch.is_delivered
+        self._is_between = made.epoch.deliver(made.steps, within=made.within)
 
     def _is_whole(self) -> bool:
         # Of endless batches others come after a whole epoch, unless the loader was closed.
@@ -169,10 +170,10 @@ class BatchStream(BatchSource):
         for begun in self.begun:
             if begun.is_in_parts:
                 begun.advance()
-        wanted = self._assembly.wanted()
+        self._wanted = self._assembly.wanted()
         if self._left + self.under_way + len(self.ready) <= self._ahead_steps:
             self._look_ahead(self._slices)
-        while not self.exhausted and self.under_way + len(self.ready) < wanted:
+        while not self.exhausted and self.under_way + len(self.ready) < self._wanted:
             try:
                 group = self._next_group()
                 if group is not None:
@@ -187,6 +188,16 @@ class BatchStream(BatchSource):
                 raise
             except BaseException as error:  # noqa: BLE001  # it arrives after the batches before it
                 self._fail(error)
+
+    def _at_once(self) -> int:
+        """Return how many of the ready batches may go before a group, or a slice of the next epoch, is due."""
+        for begun in self.begun:
+            if begun.is_in_parts:
+                return 0
+        ahead = self.under_way + len(self.ready)
+        until_group = ahead if self.exhausted else ahead + 1 - self._wanted
+        until_slice = self._left + ahead - self._ahead_steps
+        return max(0, min(len(self.ready), until_group, until_slice))
 
     def _next_group(self) -> BatchGroup | None:
         """Begin the next group: draw its rows, and of sequences find their documents."""
@@ -230,6 +241,7 @@ class BatchStream(BatchSource):
             self._error = error
 
     def _abandon(self) -> None:
+        self.at_once = 0
         self.ready.clear()
         self._cancel_begun()
         self._error, self._groups = None, iter(())

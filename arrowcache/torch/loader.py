@@ -127,7 +127,7 @@ class Loader(NumpyLoader):
         return self._prefetcher.over(stream, self._timeout_seconds, self._finish)
 
     def _finish(self, batch: Batch) -> Batch:
-        if not isinstance(batch, Mapping):
+        if type(batch) is not dict and not isinstance(batch, Mapping):
             raise TypeError(
                 f"the transform returned {type(batch).__name__}, not a dict of columns: return one, or use "
                 "arrowcache.Loader, which passes on whatever it is"

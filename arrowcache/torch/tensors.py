@@ -23,6 +23,10 @@ from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.columns import Values
 
 
+#: Dtypes of arrays that are tensors as they are: native, and never the bits of another dtype.
+_PLAIN = frozenset(np.dtype(name).str for name in "bool int8 int32 int64 float32 float64 complex64".split())
+
+
 def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return an array's numbers as a tensor, over the same memory if possible.
 
@@ -63,7 +67,9 @@ def tensors_of(batch: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dic
     tensors = {}
     for name, values in batch.items():
         try:
-            if isinstance(values, np.ndarray | Values):
+            if type(values) is np.ndarray and values.dtype.str in _PLAIN and values.flags.carray:
+                tensors[name] = torch.from_numpy(values)
+            elif isinstance(values, np.ndarray | Values):
                 tensors[name] = to_tensor(values, schema.get(name))
             elif isinstance(values, list) and values and isinstance(values[0], str | bytes):
                 tensors[name] = values

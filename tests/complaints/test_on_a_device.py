@@ -140,3 +140,24 @@ def test_complaint_19_reserved_memory_is_flat_over_fifty_epochs_on_a_gpu(cache):
             reserved.append(torch.cuda.memory_reserved())
     assert wrong.item() == 0
     assert len(set(reserved[2:])) == 1
+
+
+@pytest.mark.parametrize("face", [ac.Loader, Loader])
+def test_complaint_18_batches_that_were_made_together_are_handed_out_in_few_calls(cache, face):
+    calls = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with face(cache, 16, columns=["id"]) as loader:
+        batches = loader.repeat()
+        for _ in range(100):
+            next(batches)
+        sys.setprofile(count)
+        try:
+            for _ in range(512):
+                next(batches)
+        finally:
+            sys.setprofile(None)
+    assert 0 < calls < 20 * 512  # 40 where each step looks for more to begin

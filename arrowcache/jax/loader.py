@@ -134,13 +134,13 @@ class AheadIterator(EpochIterator):
     _taken: ReadyBatch | None = None  # the batch ahead
     _placed: Batch | None = None  # on its device; None if that failed, so that its step tries again
 
-    def take(self) -> tuple[ReadyBatch | None, Any]:
+    def take(self) -> tuple[ReadyBatch | None, Batch]:
         source, taken, placed = self._source, self._taken, self._placed
         self.forget()
         if taken is None:
             taken = source.next(self._timeout_seconds)
         if taken is None:
-            return None, None
+            return None, {}
         placed = self._finish(taken.batch) if placed is None else placed
         self._look_ahead(source)
         return taken, placed

@@ -342,7 +342,12 @@ class RowAssembly(Assembly):
         cuts = [[array[at : at + size] for at in starts] for array in whole.values()]  # few calls for all
         return [
             ReadyBatch(
-                dict(zip(whole, arrays, strict=True)), n, n * row_bytes, n * copied, rows.published, rows.epoch
+                dict(zip(whole, arrays, strict=True)),
+                n,
+                n * row_bytes,
+                n * copied,
+                rows.published,
+                rows.epoch,
             )
             for *arrays, n in zip(*cuts, [min(size, count - at) for at in starts], strict=True)
         ]

@@ -51,9 +51,10 @@ def cut_short(because: str, what: str = "epoch") -> BaseException:
 class BatchSource(ABC):
     """The batches of an epoch, or of all that follow. One thread at a time takes them; any may end it.
 
-    A subclass makes batches in `_take` and `_look`. It may leave some in `ready`, of which the first `at_once`
-    need nothing but to be handed out: `next` is then a pop, and no wait. Only the thread that is inside touches what is under way:
+    A subclass makes batches in `_take` and `_look`. Only the thread that is inside touches what is under way:
     the consumer, else the thread that ends the source. So whoever ends it, all is abandoned, once.
+
+    Batches that were made together wait in `ready`. While nothing else is due, `next` is a pop, and no wait.
     """
 
     _what = "epoch"  # to its consumer
@@ -71,14 +72,14 @@ class BatchSource(ABC):
         self.inside = 0  # the thread that makes batches, or abandons them
         self._because: str | None = None  # why it was cut short: the error that its consumer gets
         self.ready: deque[ReadyBatch] = deque()
-        self.at_once = 0  # of the ready ones
+        self.at_once = 0  # of the ready ones: as many go before anything else is due
 
     def require_own(self) -> None:
         """Raises: ValueError: this process was forked from the one that makes the batches."""
         self._origin.require("this epoch", "iterate anew here")
 
     def next(self, timeout_seconds: float | None) -> ReadyBatch | None:
-        """Return the next batch, not delivered yet, or None at the end. The time of its making counts as a wait.
+        """Return the next batch, not delivered yet, or None at the end. A wait for it is counted.
 
         Raises: LoaderTimeoutError: none came in time. Any error of its making. RuntimeError: a function of
             the user raised StopIteration. As `require_own`.
@@ -255,14 +256,14 @@ class EpochIterator(Iterator[Batch]):
             self._source.deliver(made)  # raises at the end; nothing comes between it and its consumer
             return batch
 
-    def take(self) -> tuple[ReadyBatch | None, Any]:
-        """Return the next batch, which is not delivered yet, and what the consumer gets of it; None at the end.
+    def take(self) -> tuple[ReadyBatch | None, Batch]:
+        """Return the next batch, not delivered yet, or None at the end; and what its consumer gets.
 
         Blocks, Raises: as `next`. Whoever takes closes this behind an error: batches that were taken before
         may still be delivered.
         """
         made = self._source.next(self._timeout_seconds)
-        return made, None if made is None else self._finish(made.batch)
+        return made, {} if made is None else self._finish(made.batch)
 
     def is_ready(self) -> bool:
         """True if `take` would return at once, as far as is known."""

@@ -190,7 +190,7 @@ class BatchStream(BatchSource):
                 self._fail(error)
 
     def _at_once(self) -> int:
-        """Return how many of the ready batches may go before a group, or a slice of the next epoch, is due."""
+        """Return how many ready batches may go before a group, or a slice of the next epoch, is due."""
         for begun in self.begun:
             if begun.is_in_parts:
                 return 0

@@ -22,9 +22,10 @@ from arrowcache.arrow.dtype import bits_of
 from arrowcache.arrow.schema import FieldType, Ragged, Tensor, Timestamp
 from arrowcache.reading.columns import Values
 
-
 #: Dtypes of arrays that are tensors as they are: native, and never the bits of another dtype.
-_PLAIN = frozenset(np.dtype(name).str for name in "bool int8 int32 int64 float32 float64 complex64".split())
+_PLAIN = frozenset(
+    np.dtype(name).str for name in ["bool", "int8", "int32", "int64", "float32", "float64", "complex64"]
+)
 
 
 def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -64,7 +65,7 @@ def tensors_of(batch: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dic
     Text, and what torch's `default_convert` leaves as it is, stays.
     Raises: TypeError: a column that cannot become one, by its name.
     """
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, values in batch.items():
         try:
             if type(values) is np.ndarray and values.dtype.str in _PLAIN and values.flags.carray:

@@ -263,7 +263,8 @@ class CachedLoader(Loader):
         """Give batches without end, for step-based training: one epoch after another.
 
         `steps`, `stats` and `state_dict` tell of the epoch that is being delivered.
-        Threads that share it take turns. Blocks, Raises: as `iter`, with the first batch of each epoch.
+        Threads that share it take turns; on a device one thread takes all. Blocks, Raises: as `iter`, with
+        the first batch of each epoch.
         """
         return super().repeat()
 

@@ -32,7 +32,7 @@ import psutil
 from benchmarks.peers import report
 from benchmarks.peers.case import Case, peer_of
 from benchmarks.peers.registry import PEERS, Peer
-from benchmarks.peers.results import Results
+from benchmarks.peers.results import ROWS, Results, median
 from benchmarks.peers.rolling import ROLLING
 from benchmarks.peers.workload import Workload
 from benchmarks.usage import drop, private_bytes, shared_bytes
@@ -173,7 +173,18 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
                     one = run(python, "measure", peer.name, name, json.dumps(asdict(case)))
                 figures = merged(figures, one)
             results.add(peer.name, case, figures)
-            print(report.line(peer.name, case, figures), flush=True)
+            print(line(peer.name, case, figures), flush=True)
+
+
+def line(name: str, case: Case, figures: dict[str, Any]) -> str:
+    """A line about one case, for while others are measured."""
+    row = ROWS.get(case.workload.row_bytes, str(case.workload.row_bytes))
+    order = "shuffled" if case.shuffled else "in order"
+    kind = f"{'cold' if case.is_cold else 'warm'}, {case.consumer}, {order}"
+    begin = f"{name:32} {row:>6} rows, {case.workers} workers, {kind}:"
+    if "failed" in figures:
+        return f"{begin} failed: {figures['failed']}"
+    return f"{begin} {median(figures['gbps']):.2f} GB/s, {median(figures['cpu_per_gb']):.2f} CPU s/GB"
 
 
 def roll(results: Results, names: Collection[str]) -> None:

@@ -302,6 +302,16 @@ def told(outcome: dict[str, Any]) -> str:
     return f"no error; {int(found[1]) if found else 0:,} of {MORE.rows:,} rows came back"
 
 
+def left_by(outcome: dict[str, Any]) -> str:
+    """The files that a fault left in /dev/shm or TMPDIR, but for empty ones."""
+    told = [
+        f"{place} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for place in ("shm", "tmp")
+        if (names := [name for name, nbytes in outcome["left"].get(place, {}).items() if nbytes])
+    ]
+    return f"; left: {', '.join(told)}" if told else ""
+
+
 def version_of(peer: Peer) -> str | None:
     """Of the library that is harmed, in its environment."""
     libraries = [str(path) for path in (ROOT / ".envs" / peer.environment / "lib").glob("*/site-packages")]

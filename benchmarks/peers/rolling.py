@@ -154,33 +154,43 @@ def measure(peer: str, folder: Path, plan: Plan, seconds: float) -> dict[str, An
     }
 
 
-def table_row(result: dict[str, Any]) -> str:
-    def cell(value: float, form: str) -> str:
-        return "-" if math.isnan(value) else format(value, form)
-
-    plan = result["plan"]
-    is_filled = result["fill_seconds"] < FILL_SECONDS
-    never = f"never: {result['most_bytes'] / result['limit_bytes']:.0%} at most"
-    cells = (
-        result["peer"],
-        f"{plan['in_rate'] / MB:.0f}",
-        f"{result['in_mbps']:.0f}",
-        f"{result['out_mbps']:.0f}",
-        f"{result['fill_seconds']:.0f}" if is_filled else never,
-        f"{result['over_bytes']:,}",
-        cell(result["age_mean"], ".2f"),
-        cell(result["age_worst"], ".2f"),
-        f"{result['stall_share']:.2%}",
-        f"{result['waited_share']:.2%}",
-        cell(result["own_stall_share"], ".2%"),
-        cell(result["sampler_waiting_seconds"], ".1f"),
-        cell(result["unread_share"], ".1%"),
-        f"{result['processors']:.2f}",
-        f"{result['rows']:,}",
-        str(result["rows_wrong"]),
-        str(result["rows_torn"]),
+def table_row(result: dict[str, Any]) -> list[str]:
+    """The cells of a run, by TITLES."""
+    filled, never = (
+        result["fill_seconds"],
+        f"never: {result['most_bytes'] / result['limit_bytes']:.0%} at most",
     )
-    return "| " + " | ".join(cells) + " |"
+    cells = [
+        (result["peer"], ""), (result["plan"]["in_rate"] / MB, ".0f"), (result["in_mbps"], ".0f"),
+        (result["out_mbps"], ".0f"), (filled, ".0f") if filled < FILL_SECONDS else (never, ""),
+        (result["over_bytes"], ","), (result["age_mean"], ".2f"), (result["age_worst"], ".2f"),
+        (result["stall_share"], ".2%"), (result["waited_share"], ".2%"), (result["own_stall_share"], ".2%"),
+        (result["sampler_waiting_seconds"], ".1f"), (result["unread_share"], ".1%"),
+        (result["processors"], ".2f"), (result["rows"], ","), (result["rows_wrong"], ""),
+        (result["rows_torn"], ""),
+    ]  # fmt: skip
+    return ["-" if value != value else format(value, form) for value, form in cells]  # NaN: not known
+
+
+def facts(result: dict[str, Any]) -> list[str]:
+    """Facts about a run that its row of the table does not show."""
+    found, plan, most, limit = [], result["plan"], result["most_bytes"], result["limit_bytes"]
+    if result["fill_seconds"] >= FILL_SECONDS:
+        found.append(
+            f"never filled, at most {most / 1e9:.2f} of {limit / 1e9:.2f} GB in {FILL_SECONDS:.0f} s"
+        )
+    if "remote_bytes" in result["facts"]:
+        came, went = result["in_mbps"], result["out_mbps"]
+        found.append(
+            f"{came / went:.2f} bytes came by the link for each that was delivered, "
+            f"at {came * MB / plan['in_rate']:.2f} of the link's rate"
+        )
+    if (above := limit - plan["capacity_bytes"]) > 0:
+        used = most - plan["capacity_bytes"]
+        found.append(
+            f"its limit was {above:,} bytes above the others', and it used {used:,} bytes more than they may"
+        )
+    return found
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -241,9 +251,8 @@ def main(arguments: list[str] | None = None) -> None:
             folder.rmdir()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
-    print("| " + " | ".join(TITLES) + " |")
-    print("|" + "---|" * len(TITLES))
-    print(table_row(result))
+    for cells in (TITLES, ["---"] * len(TITLES), table_row(result)):
+        print("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -189,9 +189,7 @@ def peer_rate(request: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.peers.workload import Workload
 
     workload = Workload(**request["workload"])
-    with adapter_of(request["peer"]).loader(
-        Path(request["folder"]), workload, workers=0, shuffled=True
-    ) as epochs:
+    with adapter_of(request["peer"])(Path(request["folder"]), workload) as epochs:
         return delivered(epochs, request["seconds"])
 
 

@@ -136,7 +136,7 @@ def measure(name: str, folder: Path, case: Case) -> dict[str, Any]:
     figures: dict[str, list[float]] = {
         "gbps": [], "memcpy_gbps": [], "cpu_per_gb": [], "first_batch": []
     }  # fmt: skip
-    with adapter_of(name).loader(folder, workload, workers=case.workers, shuffled=case.shuffled) as epochs:
+    with adapter_of(name)(folder, workload, case.workers, shuffled=case.shuffled) as epochs:
         if not case.is_cold:
             started = time.perf_counter()
             epoch = iter(epochs)
@@ -176,7 +176,7 @@ def main() -> None:
     # What a peer leaves behind when its parent dies is this process' to wait for: its time counts.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     if action == "write":
-        adapter_of(name).write(Path(folder), Workload(**json.loads(text)))
+        adapter_of(name)(Path(folder), Workload(**json.loads(text))).write()
         return
     print("RESULT " + json.dumps(measure(name, Path(folder), Case.from_json(text))), flush=True)
 

@@ -73,13 +73,13 @@ def _torn(x: NDArray[np.float32], y: NDArray[np.int64]) -> int:
 
 def write(name: str, folder: Path, workload: Workload, *, slowly: bool) -> None:
     kind = Slow if slowly else Workload
-    adapter_of(name).write(folder, kind(**workload.to_json()))
+    adapter_of(name)(folder, kind(**workload.to_json())).write()
 
 
 def read(name: str, folder: Path, workload: Workload, *, workers: int) -> None:
     """Read an epoch; rows that were delivered are told even where an error ends it."""
     seen, torn = [np.empty(0, np.int64)], 0
-    with adapter_of(name).loader(folder, workload, workers=workers, shuffled=True) as epochs:
+    with adapter_of(name)(folder, workload, workers) as epochs:
         try:
             for number, batch in enumerate(epochs):
                 x, y = np.asarray(batch[0]), np.asarray(batch[1]).reshape(-1)
@@ -104,14 +104,9 @@ def resume(
     after: str,
 ) -> None:
     """Read some batches from the beginning, or from the state in a file; the state after them is another."""
-    adapter = adapter_of(name)
-    rows, then = adapter.resume(  # type: ignore[attr-defined]
-        folder,
-        workload,
-        workers=workers,
-        state=None if state is None else Path(state).read_bytes(),
-        batches=batches,
-    )
+    peer: Any = adapter_of(name)(folder, workload, workers)
+    with peer.opened:
+        rows, then = peer.resume(None if state is None else Path(state).read_bytes(), batches)
     Path(after).write_bytes(then)
     _say("ROWS", rows=[int(row) for row in rows])
 

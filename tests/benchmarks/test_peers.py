@@ -183,7 +183,7 @@ def test_every_peer_has_its_adapter_and_its_environment():
     for peer in PEERS:
         adapter = adapter_of(peer.name)
         assert callable(adapter.write)
-        assert callable(adapter.loader)
+        assert callable(adapter.epochs)
         assert (ROOT / "constraints" / f"{peer.environment}.txt").exists()
     assert len({peer.name for peer in PEERS}) == len({peer.module for peer in PEERS}) == len(PEERS)
 

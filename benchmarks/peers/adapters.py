@@ -614,6 +614,13 @@ def streaming_module() -> Any:
     return streaming
 
 
+def write_mds(folder: Path, workload: Workload, **more: Any) -> None:
+    columns = {"x": f"ndarray:float32:{workload.columns}", "y": "int64"}
+    with streaming_module().MDSWriter(out=str(folder), columns=columns, **more) as writer:
+        for x, y in workload.samples():
+            writer.write({"x": x, "y": y})
+
+
 class Streaming(Stateful):
     """MosaicML Streaming: local shards in its MDS format, read by torch's DataLoader.
 
@@ -625,10 +632,7 @@ class Streaming(Stateful):
     """
 
     def write(self) -> None:
-        columns = {"x": f"ndarray:float32:{self.workload.columns}", "y": "int64"}
-        with streaming_module().MDSWriter(out=str(self.folder / "mds"), columns=columns) as writer:
-            for x, y in self.workload.samples():
-                writer.write({"x": x, "y": y})
+        write_mds(self.folder / "mds", self.workload)
 
     def loader(self) -> Any:
         streaming = streaming_module()

@@ -150,7 +150,7 @@ class Bench:
             workers = victim.tree.workers()
             if not workers:
                 return Outcome("n/a", "no worker processes")
-            os.kill(workers[0].pid, signal.SIGKILL)
+            workers[0].kill()
             end = victim.end(30)
             passed = self.is_whole(end, MANY) or (end.is_error and self.is_part(end))
             return self._outcome(victim, passed, end.told(), seconds=10)

@@ -25,7 +25,7 @@ import numpy as np
 
 import arrowcache as ac
 from arrowcache.storage.layout import segment_name
-from benchmarks.harness import Figures, Options, filled, fresh, many_segments, scratch
+from benchmarks.harness import Figures, Options, filled, fresh, many_segments, scratch, seconds_of
 from benchmarks.latencies import import_seconds
 from benchmarks.usage import advise, cpu_seconds, resident_bytes, status_bytes
 
@@ -41,9 +41,7 @@ def html_seconds(path: Path, turns: int) -> tuple[float, float]:
     for _ in range(turns):
         with ac.Cache.open(path) as cache:
             for seconds in (firsts, agains):
-                started = time.perf_counter()
-                cache._repr_html_()
-                seconds.append(time.perf_counter() - started)
+                seconds.append(seconds_of(cache._repr_html_))
     return statistics.median(firsts), statistics.median(agains)
 
 

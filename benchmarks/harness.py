@@ -153,6 +153,20 @@ def scratch(folder: str | Path | None = None) -> Iterator[Path]:
         yield Path(name)
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def begun(batches: Iterable[Any]) -> tuple[float, Iterator[Any]]:
+    """Seconds from `iter` to the first batch, which is dropped, and the iterator over the others."""
+    started = time.perf_counter()
+    iterator = iter(batches)
+    next(iterator)
+    return time.perf_counter() - started, iterator
+
+
 @dataclass(slots=True)
 class Turns:
     """The times of one way, a value a turn."""

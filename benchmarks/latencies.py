@@ -6,6 +6,7 @@ Run: `python -m benchmarks NAME`. Results: benchmarks/RESULTS.md.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from benchmarks.harness import (
     Figures,
     Options,
     Round,
+    begun,
     epoch,
     filled,
     filled_cache,
@@ -314,13 +316,10 @@ def first_batch(cache: ac.Cache, batch_rows: int, shuffle: str | None, turns: in
     times = []
     with ac.Loader(cache, batch_rows, shuffle=shuffle) as loader:
         for _ in range(turns):
-            started = time.perf_counter()
-            iterator = iter(loader)
-            next(iterator)
-            times.append(time.perf_counter() - started)
-            for _ in zip(range(100), iterator, strict=False):
-                pass
-            del iterator
+            seconds, batches = begun(loader)
+            times.append(seconds)
+            epoch(itertools.islice(batches, 100))
+            del batches
     return times[0] * 1e3, statistics.median(times[1:]) * 1e3
 
 

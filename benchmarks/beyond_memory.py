@@ -40,6 +40,7 @@ import numpy as np
 import arrowcache as ac
 from arrowcache.units import format_bytes, parse_bytes
 from benchmarks.bounded import START, ControlGroup
+from benchmarks.fresh import fresh
 from benchmarks.harness import filled_cache, machine, remember
 from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.workload import Workload
@@ -187,9 +188,7 @@ def measured(bench: Bench, rows: str, segments: int, options: argparse.Namespace
 
     def told(name: str, figures: Figures) -> None:
         found[name] = figures
-        print(
-            f"  {name}: {figures.get('failed') or format(figures['rate'] / 1e9, '.3f') + ' GB/s'}", flush=True
-        )
+        tell(name, figures)
 
     for shuffle in options.shuffles:
         name = str(shuffle)
@@ -208,6 +207,10 @@ def measured(bench: Bench, rows: str, segments: int, options: argparse.Namespace
                 loader["samplers_kept"] = sampler["rate"] / alone["rate"]
             told(f"{shuffle}, beside samplers", loader)
     return found
+
+
+def tell(name: str, figures: Figures) -> None:
+    print(f"  {name}: {figures.get('failed') or format(figures['rate'] / 1e9, '.3f') + ' GB/s'}", flush=True)
 
 
 def batch_rows_of(row_bytes: int) -> int:
@@ -240,24 +243,14 @@ def peers_measured(
             print(f"  {peer.name}: left out: .envs/{peer.environment} is not there; `make peers` makes it")
             continue
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            command = [python, "-m", "benchmarks.peers.case", "write", peer.name, name]
-            written = subprocess.run(
-                [*command, json.dumps(workload.to_json())],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if written.returncode:
-                figures: Figures = {"failed": (written.stderr.strip().splitlines() or ["no word"])[-1]}
-            else:
+            try:
+                fresh("benchmarks.peers.case:write", peer.name, name, workload.to_json(), python=python)
                 bench = Bench(group, options.group_bytes, Path(name), options.seconds)
                 figures = bench.measure("peer", python=python, peer=peer.name, workload=workload.to_json())
+            except subprocess.CalledProcessError as error:
+                figures = {"failed": f"could not be written: {error}"}
         found[peer.name] = figures
-        print(
-            f"  {peer.name}: {figures.get('failed') or format(figures['rate'] / 1e9, '.3f') + ' GB/s'}",
-            flush=True,
-        )
+        tell(peer.name, figures)
     return found
 
 

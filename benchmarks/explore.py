@@ -25,7 +25,8 @@ import numpy as np
 
 import arrowcache as ac
 from arrowcache.storage.layout import segment_name
-from benchmarks.harness import Figures, Options, filled, fresh, many_segments, scratch, seconds_of
+from benchmarks.fresh import fresh
+from benchmarks.harness import Figures, Options, filled, many_segments, scratch, seconds_of
 from benchmarks.latencies import import_seconds
 from benchmarks.usage import advise, cpu_seconds, resident_bytes, status_bytes
 

@@ -14,13 +14,10 @@ within one run; a third for one that has no turns, which it varies by from run t
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -334,15 +331,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def fresh(function: str, *arguments: object) -> Any:
-    """Call a function, "module:name", in a new process. Arguments and the result travel as JSON."""
-    command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments)]
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def remember(benchmark: str, ratios: Mapping[str, Ratio], path: Path = HISTORY) -> None:
     """Print what moved since the last time, and record the ratios of this one.
 
@@ -399,8 +387,3 @@ def band(earlier: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def turns(ratio: Ratio) -> list[float]:
     return list(ratio) if isinstance(ratio, Sequence) else [ratio]
-
-
-if __name__ == "__main__":  # see `fresh`
-    module, _, name = sys.argv[1].partition(":")
-    print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2]))))

@@ -23,6 +23,7 @@ import arrowcache as ac
 from arrowcache.native import maps
 from arrowcache.reading.stats import resident_bytes
 from arrowcache.storage.layout import segment_name
+from benchmarks.fresh import fresh
 from benchmarks.harness import (
     GIB,
     MANY_ROWS,
@@ -36,7 +37,6 @@ from benchmarks.harness import (
     epoch,
     filled,
     filled_cache,
-    fresh,
     many_segments,
     mapped_files,
     named,

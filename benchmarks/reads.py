@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import json
 import random
 import re
 import socket
@@ -41,6 +40,7 @@ import zarr
 
 import arrowcache as ac
 from arrowcache.sampling.sources import ArrayWindows
+from benchmarks.fresh import fresh
 from benchmarks.harness import machine, remember
 from benchmarks.usage import private_bytes
 
@@ -264,10 +264,9 @@ def to_batches(folder: str, python: str) -> None:
             found["arrowcache"].append(whole_chunks(uri(port, "rows.zarr/x")))
         for peer in ("insitubatch", "xbatcher") if python else ():
             with store(folder=folder) as port:
-                command = [python, "benchmarks/zarr_peers.py", peer, f"http://127.0.0.1:{port}"]
-                command += ["bucket/rows.zarr"]
-                said = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-                found.setdefault(peer, []).append(json.loads(said))
+                where = f"http://127.0.0.1:{port}", "bucket/rows.zarr"
+                told = fresh("benchmarks.zarr_peers:measured", peer, *where, python=python)
+                found.setdefault(peer, []).append(told)
     tell(found)
 
 

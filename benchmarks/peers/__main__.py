@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from benchmarks import fresh
+from benchmarks.fresh import ROOT
 from benchmarks.peers import report
 from benchmarks.peers.case import Case, peer_of
 from benchmarks.peers.registry import PEERS, Peer
@@ -40,7 +42,6 @@ from benchmarks.usage import drop, private_bytes, shared_bytes
 if TYPE_CHECKING:
     from typing import Self
 
-ROOT = Path(__file__).parents[2]
 WARM = [
     Workload(1 << 10, rows=1 << 16, batch_rows=1024),
     Workload(64 << 10, rows=1 << 13, batch_rows=64),
@@ -109,12 +110,12 @@ class Watch:
             self.shared_bytes = max(self.shared_bytes, shared_bytes() - self._before)
 
 
-def run(python: Path, *arguments: str) -> dict[str, Any]:
-    """Have a process of its own measure something.
+def run(python: Path, function: str, *arguments: object) -> dict[str, Any]:
+    """Have a process of its own call a function of `case`.
 
     Returns: its figures, and its peaks of memory; {"failed": why} if it has none.
     """
-    command = [str(python), "-m", "benchmarks.peers.case", *arguments]
+    command = fresh.command(f"benchmarks.peers.case:{function}", *arguments, python=python)
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True) as process,
@@ -130,8 +131,7 @@ def run(python: Path, *arguments: str) -> dict[str, Any]:
         if process.returncode:
             said.seek(0)
             return {"failed": (said.read().strip().splitlines() or ["no word"])[-1]}
-    found = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-    figures = json.loads(found[-1]) if found else {}
+    figures = fresh.result(output) or {}
     private = watch.private_bytes - figures.get("own_bytes", 0)
     return figures | {"private_bytes": private, "shared_bytes": watch.shared_bytes}
 
@@ -158,7 +158,7 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
         return
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
-        written = run(python, "write", peer.name, name, json.dumps(workload.to_json()))
+        written = run(python, "write", peer.name, name, workload.to_json())
         for case in todo:
             figures = written if "failed" in written else {}
             for _ in range(COLD_RUNS if is_cold and not figures else 1):
@@ -170,7 +170,7 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
                 except RuntimeError as error:
                     one: dict[str, Any] = {"failed": str(error)}
                 else:
-                    one = run(python, "measure", peer.name, name, json.dumps(asdict(case)))
+                    one = run(python, "measure", peer.name, name, asdict(case))
                 figures = merged(figures, one)
             results.add(peer.name, case, figures)
             print(line(peer.name, case, figures), flush=True)

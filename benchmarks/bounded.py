@@ -13,10 +13,10 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,14 +124,11 @@ def random_rate(request: dict[str, Any]) -> dict[str, Any]:
             os.preadv(descriptors[file], [buffer], start)
             done[number] += size
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(DEPTH)]
     ready()
     begun = time.perf_counter()
     until = begun + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(DEPTH) as threads:
+        list(threads.map(read, range(DEPTH)))
     return {"rate": sum(done) / (time.perf_counter() - begun), "is_direct": is_direct}
 
 

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -196,11 +197,8 @@ def rate_of_the_store() -> float:
                         left -= connection.recv_into(buffer, min(left, MIB))
                     read[number] += 1
 
-        threads = [threading.Thread(target=client, args=[number]) for number in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(read)) as threads:
+            list(threads.map(client, range(len(read))))
         return sum(read) * MIB / 3 / 1e6
 
 

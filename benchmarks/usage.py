@@ -10,9 +10,12 @@ import mmap
 import os
 import re
 import resource
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -93,6 +96,24 @@ def shared_bytes() -> int:
 def read_bytes() -> int:
     """What this process and its threads had the disk read so far."""
     return _count(Path("/proc/self/io").read_text(), "read_bytes")
+
+
+@contextmanager
+def peak(look: Callable[[], int], seconds: float = 0.02) -> Iterator[SimpleNamespace]:
+    """Gives `most`, of a figure at which a thread looks every so often."""
+    found, ended = SimpleNamespace(most=0), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(seconds):
+            found.most = max(found.most, look())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _count(text: str, name: str) -> int:

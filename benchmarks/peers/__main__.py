@@ -20,12 +20,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -37,10 +37,7 @@ from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.results import ROWS, Results, median
 from benchmarks.peers.rolling import ROLLING
 from benchmarks.peers.workload import Workload
-from benchmarks.usage import drop, private_bytes, shared_bytes
-
-if TYPE_CHECKING:
-    from typing import Self
+from benchmarks.usage import drop, peak, private_bytes, shared_bytes
 
 WARM = [
     Workload(1 << 10, rows=1 << 16, batch_rows=1024),
@@ -79,47 +76,27 @@ def interpreter(environment: str) -> Path:
     return ROOT / ".envs" / environment / "bin" / "python"
 
 
-class Watch:
-    """The peaks of memory that a process and its children hold, looked at from outside, in bytes.
-
-    Private memory is the sum of their Pss_Anon. Shared memory is how much more the whole machine has of it
-    than before, so nothing else may run. A thread looks every 0.2 seconds; a context manager.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._process, self._before = psutil.Process(pid), shared_bytes()
-        self._ended, self._thread = threading.Event(), threading.Thread(target=self._run)
-        self.private_bytes = self.shared_bytes = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(0.2):
-            try:
-                processes = [self._process, *self._process.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                return
-            private = sum(private_bytes(process.pid) for process in processes)
-            self.private_bytes = max(self.private_bytes, private)
-            self.shared_bytes = max(self.shared_bytes, shared_bytes() - self._before)
+def private_of_tree(pid: int) -> int:
+    """The sum of Pss_Anon of a process and its children; 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return sum(private_bytes(process.pid) for process in processes)
+    return 0
 
 
 def run(python: Path, function: str, *arguments: object) -> dict[str, Any]:
     """Have a process of its own call a function of `case`.
 
-    Returns: its figures, and its peaks of memory; {"failed": why} if it has none.
+    Returns: its figures, and its peaks of memory as seen from outside, shared memory as how much more the
+        whole machine has of it than before, so nothing else may run; {"failed": why} if it has none.
     """
+    before = shared_bytes()
     command = fresh.command(f"benchmarks.peers.case:{function}", *arguments, python=python)
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True) as process,
-        Watch(process.pid) as watch,
+        peak(partial(private_of_tree, process.pid), 0.2) as private,
+        peak(lambda: shared_bytes() - before, 0.2) as shared,
     ):
         try:
             output, _ = process.communicate(timeout=CASE_SECONDS)
@@ -132,8 +109,8 @@ def run(python: Path, function: str, *arguments: object) -> dict[str, Any]:
             said.seek(0)
             return {"failed": (said.read().strip().splitlines() or ["no word"])[-1]}
     figures = fresh.result(output) or {}
-    private = watch.private_bytes - figures.get("own_bytes", 0)
-    return figures | {"private_bytes": private, "shared_bytes": watch.shared_bytes}
+    own = figures.get("own_bytes", 0)
+    return figures | {"private_bytes": private.most - own, "shared_bytes": shared.most}
 
 
 def end(pid: int) -> None:

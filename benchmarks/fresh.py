@@ -22,18 +22,18 @@ def fresh(
 ) -> Any:
     """Call a function, "module:name", and wait for what it returns."""
     done = subprocess.run(
-        command(function, *arguments, python=python), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
-        timeout=timeout,
+        command_of(function, *arguments, python=python),
+        cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=timeout,
     )  # fmt: skip
-    return result(done.stdout)
+    return result_of(done.stdout)
 
 
-def command(function: str, *arguments: object, python: str | Path = sys.executable) -> list[str]:
+def command_of(function: str, *arguments: object, python: str | Path = sys.executable) -> list[str]:
     """The command of such a process, which runs in ROOT."""
     return [str(python), "-m", "benchmarks.fresh", function, json.dumps(arguments)]
 
 
-def result(output: str) -> Any:
+def result_of(output: str) -> Any:
     """What the function returned, of what the process printed."""
     lines = [line for line in output.splitlines() if line.startswith(_RESULT)]
     return json.loads(lines[-1].removeprefix(_RESULT))

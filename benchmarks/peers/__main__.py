@@ -16,7 +16,6 @@ Results: benchmarks/RESULTS.md.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import fresh
-from benchmarks.fresh import ROOT
+from benchmarks.fresh import ROOT, command_of, fresh, result_of
 from benchmarks.peers import report
 from benchmarks.peers.case import Case, peer_of
 from benchmarks.peers.registry import PEERS, Peer
@@ -91,7 +89,7 @@ def run(python: Path, function: str, *arguments: object) -> dict[str, Any]:
         whole machine has of it than before, so nothing else may run; {"failed": why} if it has none.
     """
     before = shared_bytes()
-    command = fresh.command(f"benchmarks.peers.case:{function}", *arguments, python=python)
+    command = command_of(f"benchmarks.peers.case:{function}", *arguments, python=python)
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True) as process,
@@ -108,7 +106,7 @@ def run(python: Path, function: str, *arguments: object) -> dict[str, Any]:
         if process.returncode:
             said.seek(0)
             return {"failed": (said.read().strip().splitlines() or ["no word"])[-1]}
-    figures = fresh.result(output) or {}
+    figures = result_of(output) or {}
     own = figures.get("own_bytes", 0)
     return figures | {"private_bytes": private.most - own, "shared_bytes": shared.most}
 
@@ -169,19 +167,14 @@ def roll(results: Results, names: Collection[str]) -> None:
     for name, (peer, options) in ROLLING.items():
         if results.has_run(name) or peer not in names:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            known = peer_of(peer)
-            try:
-                python = interpreter(known.environment)
-                command = [str(python), "-m", "benchmarks.peers.rolling", known.module, *options]
-                subprocess.run(
-                    [*command, "--json", f"{folder}/result"], cwd=ROOT, check=True, timeout=ROLLING_SECONDS
-                )
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                print(f"{name}: failed: {error}", flush=True)
-                results.add_run(name, {"peer": peer, "failed": str(error).partition(" ")[2][-200:]})
-            else:
-                results.add_run(name, json.loads(Path(folder, "result").read_text()))
+        known, rolling = peer_of(peer), "benchmarks.peers.rolling:main"
+        try:
+            python, given = interpreter(known.environment), [known.module, *options]
+            result = fresh(rolling, given, python=python, timeout=ROLLING_SECONDS)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"{name}: failed: {error}", flush=True)
+            result = {"peer": peer, "failed": str(error).partition(" ")[2][-200:]}
+        results.add_run(name, result)
 
 
 def merged(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

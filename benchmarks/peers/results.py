@@ -110,21 +110,6 @@ class Results:
         return peers.merge(found, on="peer")
 
 
-def of_case(
-    found: pd.DataFrame,
-    row: int,
-    workers: int = 0,
-    consumer: str = "copy",
-    *,
-    shuffled: bool = True,
-    is_cold: bool = False,
-) -> dict[str, Any]:
-    """The row of each peer that has one of a case: warm, shuffled, copied and without workers unless said."""
-    wanted = {"row": row, "workers": workers, "consumer": consumer, "shuffled": shuffled, "is_cold": is_cold}
-    these = found[(found[[*wanted]] == pd.Series(wanted)).all(axis=1)]
-    return {entry["peer"]: entry for _, entry in these.iterrows()}
-
-
 def circumstances() -> dict[str, Any]:
     """When, where and of which commit something is measured."""
     day = datetime.now(timezone.utc).date().isoformat()

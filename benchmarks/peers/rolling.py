@@ -46,11 +46,18 @@ ROLLING = {
     **{f"{name}, 60 s": (name, MINUTE) for name in _OTHERS_THAT_ROLL},
     **{f"{name}, 10 min": (name, TEN_MINUTES) for name in _OTHERS_THAT_ROLL},
 }
-TITLES = (
-    "peer", "asked in, MB/s", "in", "out", "filled after, s", "over capacity, bytes", "age, s: mean", "worst",
-    "waits: of 1 ms and more", "all", "the loader's own account", "samplers waited, s", "evicted unread",
-    "processors", "rows, filling included", "wrong", "torn, one a batch looked at",
-)  # fmt: skip
+#: The table's columns: what of a run, and in which form. NaN is not known, and a dash.
+COLUMNS: dict[str, tuple[str, str]] = {
+    "peer": ("peer", ""), "asked in, MB/s": ("asked_mbps", ".0f"), "in": ("in_mbps", ".0f"),
+    "out": ("out_mbps", ".0f"), "filled after, s": ("filled", ""),
+    "over capacity, bytes": ("over_bytes", ","),
+    "age, s: mean": ("age_mean", ".2f"), "worst": ("age_worst", ".2f"),
+    "waits: of 1 ms and more": ("stall_share", ".2%"), "all": ("waited_share", ".2%"),
+    "the loader's own account": ("own_stall_share", ".2%"),
+    "samplers waited, s": ("sampler_waiting_seconds", ".1f"), "evicted unread": ("unread_share", ".1%"),
+    "processors": ("processors", ".2f"), "rows, filling included": ("rows", ","), "wrong": ("rows_wrong", ""),
+    "torn, one a batch looked at": ("rows_torn", ""),
+}  # fmt: skip
 
 
 class Watch:
@@ -155,21 +162,12 @@ def measure(peer: str, folder: Path, plan: Plan, seconds: float) -> dict[str, An
 
 
 def table_row(result: dict[str, Any]) -> list[str]:
-    """The cells of a run, by TITLES."""
-    filled, never = (
-        result["fill_seconds"],
-        f"never: {result['most_bytes'] / result['limit_bytes']:.0%} at most",
-    )
-    cells = [
-        (result["peer"], ""), (result["plan"]["in_rate"] / MB, ".0f"), (result["in_mbps"], ".0f"),
-        (result["out_mbps"], ".0f"), (filled, ".0f") if filled < FILL_SECONDS else (never, ""),
-        (result["over_bytes"], ","), (result["age_mean"], ".2f"), (result["age_worst"], ".2f"),
-        (result["stall_share"], ".2%"), (result["waited_share"], ".2%"), (result["own_stall_share"], ".2%"),
-        (result["sampler_waiting_seconds"], ".1f"), (result["unread_share"], ".1%"),
-        (result["processors"], ".2f"), (result["rows"], ","), (result["rows_wrong"], ""),
-        (result["rows_torn"], ""),
-    ]  # fmt: skip
-    return ["-" if value != value else format(value, form) for value, form in cells]  # NaN: not known
+    """The cells of a run, by COLUMNS."""
+    never = f"never: {result['most_bytes'] / result['limit_bytes']:.0%} at most"
+    filled = f"{result['fill_seconds']:.0f}" if result["fill_seconds"] < FILL_SECONDS else never
+    values = result | {"asked_mbps": result["plan"]["in_rate"] / MB, "filled": filled}
+    cells = ((values[name], form) for name, form in COLUMNS.values())
+    return ["-" if value != value else format(value, form) for value, form in cells]
 
 
 def facts(result: dict[str, Any]) -> list[str]:
@@ -236,7 +234,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Print the row of a run. Returns: all of it."""
     options = parse(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="rolling-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -251,8 +250,9 @@ def main(arguments: list[str] | None = None) -> None:
             folder.rmdir()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
-    for cells in (TITLES, ["---"] * len(TITLES), table_row(result)):
+    for cells in (COLUMNS, ["---"] * len(COLUMNS), table_row(result)):
         print("| " + " | ".join(cells) + " |")
+    return result
 
 
 if __name__ == "__main__":

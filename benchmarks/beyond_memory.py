@@ -55,7 +55,6 @@ BATCH_BYTES = 4 << 20
 SAMPLERS_RATE = 300e6
 BESIDE = ("memmap_batched", "hf_datasets", "litdata", "streaming")
 _MORE_SECONDS = 120.0  # than it is to measure, for a process to import, open and end
-_RANDOM = ("rows",)  # shuffles that are set over the disk's random rate; others over that in order
 
 Figures = dict[str, Any]
 
@@ -344,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"the disk, {kind}: {one / 1e9:.3f} GB/s before, {other / 1e9:.3f} after")
             print("\n".join(table(found, disk)), flush=True)
             for case, (random, in_order) in ratios_of(found, disk).items():
+                # Others than "rows" and peers are set over the disk's rate in order.
                 is_random = not case.startswith(("window", "blocks", "None", "samplers"))
                 remembered[f"{rows}, {case}"] = random if is_random else in_order
     if (options.size, options.group) == (SIZE, GROUP):

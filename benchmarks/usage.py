@@ -13,7 +13,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,22 +187,9 @@ class Footprint:
 
     def _walk(self) -> dict[int, int]:
         found: dict[int, int] = {}
-        todo = [str(self._folder)]
-        while todo:
-            folder = todo.pop()
-            try:
-                status = os.stat(folder)
-                found[status.st_ino] = status.st_blocks * 512
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        if entry.is_dir(follow_symlinks=False):
-                            todo.append(entry.path)
-                            continue
-                        try:
-                            status = entry.stat(follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue
-                        found[status.st_ino] = status.st_blocks * 512
-            except FileNotFoundError:
-                continue
+        for folder, _, names in os.walk(self._folder):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                with suppress(FileNotFoundError):
+                    status = os.lstat(path)
+                    found[status.st_ino] = status.st_blocks * 512
         return found

@@ -488,9 +488,9 @@ def workers(options: Options) -> Iterator[Round | Figures]:
         for _ in range(options.turns(7)):
             with ac.Loader(cache, batch_rows, workers=2, transform=identity) as loader:
                 for number in range(4):
-                    seconds, batches = begun(loader)
-                    (laters if number else firsts).append(seconds)
-                    epoch(batches)
+                    took, rest = begun(loader)
+                    (laters if number else firsts).append(took)
+                    epoch(rest)
     for name, seconds in (("first batch", firsts), ("of later epochs", laters)):
         values = {"s": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
         yield Figures(f"start, 2 workers: {name}", values)

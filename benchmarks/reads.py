@@ -93,7 +93,7 @@ class Store:
         if not path.is_file():
             return b"404 Not Found\r\nContent-Length: 0", self._memory[:0]
         if path not in self._files:
-            self._files[path] = memoryview(np.memmap(path, np.uint8, "r"))
+            self._files[path] = np.memmap(path, np.uint8, "r").data
         file = self._files[path]
         first, end, told = 0, len(file), b"200 OK"
         if asked := _RANGE.search(request):

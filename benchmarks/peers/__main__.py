@@ -33,7 +33,7 @@ from benchmarks.peers import report
 from benchmarks.peers.case import Case, peer_of
 from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.results import ROWS, Results, median
-from benchmarks.peers.rolling import ROLLING
+from benchmarks.peers.rolling import ROLLING, table_row
 from benchmarks.peers.workload import Workload
 from benchmarks.usage import drop, peak, private_bytes, shared_bytes
 
@@ -171,6 +171,7 @@ def roll(results: Results, names: Collection[str]) -> None:
         try:
             python, given = interpreter(known.environment), [known.module, *options]
             result = fresh(rolling, given, python=python, timeout=ROLLING_SECONDS)
+            print(name, *table_row(result), sep=" | ", flush=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"{name}: failed: {error}", flush=True)
             result = {"peer": peer, "failed": str(error).partition(" ")[2][-200:]}

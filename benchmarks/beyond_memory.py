@@ -31,6 +31,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ import numpy as np
 import arrowcache as ac
 from arrowcache.units import format_bytes, parse_bytes
 from benchmarks.bounded import START, ControlGroup
+from benchmarks.fresh import fresh
 from benchmarks.harness import filled_cache, machine, remember
 from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.workload import Workload
@@ -54,7 +56,6 @@ BATCH_BYTES = 4 << 20
 SAMPLERS_RATE = 300e6
 BESIDE = ("memmap_batched", "hf_datasets", "litdata", "streaming")
 _MORE_SECONDS = 120.0  # than it is to measure, for a process to import, open and end
-_RANDOM = ("rows",)  # shuffles that are set over the disk's random rate; others over that in order
 
 Figures = dict[str, Any]
 
@@ -187,9 +188,7 @@ def measured(bench: Bench, rows: str, segments: int, options: argparse.Namespace
 
     def told(name: str, figures: Figures) -> None:
         found[name] = figures
-        print(
-            f"  {name}: {figures.get('failed') or format(figures['rate'] / 1e9, '.3f') + ' GB/s'}", flush=True
-        )
+        tell(name, figures)
 
     for shuffle in options.shuffles:
         name = str(shuffle)
@@ -208,6 +207,10 @@ def measured(bench: Bench, rows: str, segments: int, options: argparse.Namespace
                 loader["samplers_kept"] = sampler["rate"] / alone["rate"]
             told(f"{shuffle}, beside samplers", loader)
     return found
+
+
+def tell(name: str, figures: Figures) -> None:
+    print(f"  {name}: {figures.get('failed') or format(figures['rate'] / 1e9, '.3f') + ' GB/s'}", flush=True)
 
 
 def batch_rows_of(row_bytes: int) -> int:
@@ -240,24 +243,14 @@ def peers_measured(
             print(f"  {peer.name}: left out: .envs/{peer.environment} is not there; `make peers` makes it")
             continue
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            command = [python, "-m", "benchmarks.peers.case", "write", peer.name, name]
-            written = subprocess.run(
-                [*command, json.dumps(workload.to_json())],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if written.returncode:
-                figures: Figures = {"failed": (written.stderr.strip().splitlines() or ["no word"])[-1]}
-            else:
+            try:
+                fresh("benchmarks.peers.case:write", peer.name, name, workload.to_json(), python=python)
                 bench = Bench(group, options.group_bytes, Path(name), options.seconds)
                 figures = bench.measure("peer", python=python, peer=peer.name, workload=workload.to_json())
+            except subprocess.CalledProcessError as error:
+                figures = {"failed": f"could not be written: {error}"}
         found[peer.name] = figures
-        print(
-            f"  {peer.name}: {figures.get('failed') or format(figures['rate'] / 1e9, '.3f') + ' GB/s'}",
-            flush=True,
-        )
+        tell(peer.name, figures)
     return found
 
 
@@ -292,31 +285,27 @@ def table(found: dict[str, Figures], disk: tuple[float, float]) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def size(text: str) -> int:
+        return parse_bytes(text, "a size")
+
+    def rows(text: str) -> list[str]:
+        return [each for each in text.split(",") if row_bytes_of(each)]
+
+    def some(known: str, text: str) -> list[str | None]:
+        if unknown := {*text.split(",")} - {*known.split(",")}:
+            raise argparse.ArgumentTypeError(f"unknown: {sorted(unknown)}: use some of {known}")
+        return [None if each == "None" else each for each in text.split(",")]
+
     parser = argparse.ArgumentParser(description="Measure epochs over a cache that is larger than memory.")
-    parser.add_argument(
-        "--rows", default=ROWS, help=f"bytes of a row, or {RAGGED}; separated by commas: {ROWS}"
-    )
-    parser.add_argument("--shuffles", default=SHUFFLES, help=f"some of {SHUFFLES}")
-    parser.add_argument("--states", default=STATES, help=f"some of {STATES}")
-    parser.add_argument("--size", default=SIZE, help=f"of the cache: {SIZE}")
-    parser.add_argument("--group", default=GROUP, help=f"memory that the control group allows: {GROUP}")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each measurement: {SECONDS:g}")
-    parser.add_argument("--peers", action="store_true", help="measure peers, too")
-    options = parser.parse_args(arguments)
-    try:
-        options.size_bytes = parse_bytes(options.size, "--size")
-        options.group_bytes = parse_bytes(options.group, "--group")
-        options.rows = options.rows.split(",")
-        for rows in options.rows:
-            row_bytes_of(rows)
-    except ValueError as error:
-        parser.error(str(error))
-    known = {str(shuffle): shuffle for shuffle in (*SHUFFLES.split(",")[:-1], None)}
-    shuffles, options.states = options.shuffles.split(","), options.states.split(",")
-    if unknown := [*(set(shuffles) - set(known)), *(set(options.states) - set(STATES.split(",")))]:
-        parser.error(f"unknown: {sorted(unknown)}: use some of {SHUFFLES}, and of {STATES}")
-    options.shuffles = [known[shuffle] for shuffle in shuffles]
-    return options
+    add = parser.add_argument
+    add("--rows", type=rows, default=ROWS, help=f"bytes of a row, or {RAGGED}; separated by commas: {ROWS}")
+    add("--shuffles", type=partial(some, SHUFFLES), default=SHUFFLES, help=f"some of {SHUFFLES}")
+    add("--states", type=partial(some, STATES), default=STATES, help=f"some of {STATES}")
+    add("--size", dest="size_bytes", type=size, default=SIZE, help=f"of the cache: {SIZE}")
+    add("--group", dest="group_bytes", type=size, default=GROUP, help=f"memory of the control group: {GROUP}")
+    add("--seconds", type=float, default=SECONDS, help=f"of each measurement: {SECONDS:g}")
+    add("--peers", action="store_true", help="measure peers, too")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -351,9 +340,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"the disk, {kind}: {one / 1e9:.3f} GB/s before, {other / 1e9:.3f} after")
             print("\n".join(table(found, disk)), flush=True)
             for case, (random, in_order) in ratios_of(found, disk).items():
+                # Others than "rows" and peers are set over the disk's rate in order.
                 is_random = not case.startswith(("window", "blocks", "None", "samplers"))
                 remembered[f"{rows}, {case}"] = random if is_random else in_order
-    if (options.size, options.group) == (SIZE, GROUP):
+    if (options.size_bytes, options.group_bytes) == (parse([]).size_bytes, parse([]).group_bytes):
         remember("beyond_memory", remembered)
 
 

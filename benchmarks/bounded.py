@@ -13,10 +13,10 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,14 +124,11 @@ def random_rate(request: dict[str, Any]) -> dict[str, Any]:
             os.preadv(descriptors[file], [buffer], start)
             done[number] += size
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(DEPTH)]
     ready()
     begun = time.perf_counter()
     until = begun + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(DEPTH) as threads:
+        list(threads.map(read, range(DEPTH)))
     return {"rate": sum(done) / (time.perf_counter() - begun), "is_direct": is_direct}
 
 
@@ -189,9 +186,7 @@ def peer_rate(request: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.peers.workload import Workload
 
     workload = Workload(**request["workload"])
-    with adapter_of(request["peer"]).loader(
-        Path(request["folder"]), workload, workers=0, shuffled=True
-    ) as epochs:
+    with adapter_of(request["peer"])(Path(request["folder"]), workload) as epochs:
         return delivered(epochs, request["seconds"])
 
 

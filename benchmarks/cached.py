@@ -39,30 +39,28 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import arrowcache as ac
 from arrowcache.torch import CachedDataset, Loader, cached
-from benchmarks.harness import machine, remember
+from benchmarks.harness import machine, remember, seconds_of
+from benchmarks.peers import slow_ways
+from benchmarks.peers.slow_ways import ITEMS, NUMBERS, check
 
-ITEMS, NUMBERS, SECONDS = 5000, 37_500, 0.024  # of float32: 150 KB
 TURNS = 9
 RANKS, RANK_WORKERS, RANK_EPOCHS = 2, 4, 3
 KILLED_SECONDS = 0.002  # an item, where its maker is killed
 MAX_LIFE_SECONDS, ENOUGH = 2.0, 0.95  # of a job; share of the items
 
 
-class Slow(Dataset[tuple[torch.Tensor, int]]):
-    """Items of their own number; `log` gets a line for each that is made."""
+class Slow(slow_ways.Slow):
+    """The slow items; `log` gets a line for each that is made."""
 
-    def __init__(self, log: Path | None = None, seconds: float = SECONDS) -> None:
-        self._log, self._seconds = log, seconds
-
-    def __len__(self) -> int:
-        return ITEMS
+    def __init__(self, log: Path | None = None, seconds: float = slow_ways.SECONDS) -> None:
+        super().__init__(seconds)
+        self._log = log
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self._log is not None:
             with self._log.open("a") as file:
                 file.write(f"{index}\n")
-        time.sleep(self._seconds)
-        return torch.full((NUMBERS,), float(index)), index
+        return super().__getitem__(index)
 
 
 def epoch(dataset: Dataset[Any]) -> float:
@@ -71,15 +69,8 @@ def epoch(dataset: Dataset[Any]) -> float:
 
 
 def epoch_of(loader: Iterable[Any]) -> float:
-    """Seconds of one epoch, each of whose items is checked."""
-    started, count = time.perf_counter(), 0
-    for values, numbers in loader:
-        if not torch.equal(values[:, 0], numbers.float()):
-            raise SystemExit("an item is wrong")
-        count += len(numbers)
-    if count != ITEMS:
-        raise SystemExit(f"{count} items came")
-    return time.perf_counter() - started
+    """Seconds of one epoch, which is checked."""
+    return seconds_of(lambda: check(loader))
 
 
 def over_tensor_dataset(train: CachedDataset) -> tuple[list[float], list[float]]:

@@ -38,12 +38,14 @@ from benchmarks.harness import (
     Options,
     Round,
     Way,
+    begun,
     epoch,
     filled,
     mapped_files,
     memcpy,
     named,
     scratch,
+    seconds_of,
     written,
 )
 from benchmarks.latencies import ROWS, labelled_rows
@@ -298,9 +300,7 @@ def cold(files: Sequence[Path], read: Callable[[], object]) -> float:
     """Seconds of a read of files that are dropped from the page cache before."""
     for path in files:
         advise(path, os.POSIX_FADV_DONTNEED)
-    started = time.perf_counter()
-    read()
-    return time.perf_counter() - started
+    return seconds_of(read)
 
 
 def dd(files: Sequence[Path]) -> None:
@@ -333,12 +333,9 @@ def tokens(options: Options) -> Iterator[Round | Figures]:
         begins: list[float] = []
 
         def timed(loader: ac.Loader) -> None:
-            started = time.perf_counter()
-            batches = iter(loader)
-            next(batches)
-            begins.append((time.perf_counter() - started) / documents * 1e6)
-            for _ in batches:
-                pass
+            seconds, batches = begun(loader)
+            begins.append(seconds / documents * 1e6)
+            epoch(batches)
 
         with ac.Loader(cache, batch_tokens=budget, length_of="tokens") as by_tokens:
             timed(by_tokens)
@@ -491,12 +488,9 @@ def workers(options: Options) -> Iterator[Round | Figures]:
         for _ in range(options.turns(7)):
             with ac.Loader(cache, batch_rows, workers=2, transform=identity) as loader:
                 for number in range(4):
-                    started = time.perf_counter()
-                    iterator = iter(loader)
-                    next(iterator)
-                    (laters if number else firsts).append(time.perf_counter() - started)
-                    for _ in iterator:
-                        pass
+                    took, rest = begun(loader)
+                    (laters if number else firsts).append(took)
+                    epoch(rest)
     for name, seconds in (("first batch", firsts), ("of later epochs", laters)):
         values = {"s": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
         yield Figures(f"start, 2 workers: {name}", values)

@@ -16,18 +16,19 @@ from __future__ import annotations
 import mmap
 import os
 import statistics
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import arrowcache as ac
 from arrowcache.storage.layout import segment_name
-from benchmarks.harness import Figures, Options, filled, fresh, many_segments, scratch
+from benchmarks.fresh import fresh
+from benchmarks.harness import Figures, Options, filled, many_segments, scratch, seconds_of
 from benchmarks.latencies import import_seconds
-from benchmarks.usage import advise, cpu_seconds, resident_bytes, status_bytes
+from benchmarks.usage import advise, cpu_seconds, peak, resident_bytes, status_bytes
 
 REPEATS = 9
 DESCRIBED_BYTES = 10 * 10**9
@@ -41,9 +42,7 @@ def html_seconds(path: Path, turns: int) -> tuple[float, float]:
     for _ in range(turns):
         with ac.Cache.open(path) as cache:
             for seconds in (firsts, agains):
-                started = time.perf_counter()
-                cache._repr_html_()
-                seconds.append(time.perf_counter() - started)
+                seconds.append(seconds_of(cache._repr_html_))
     return statistics.median(firsts), statistics.median(agains)
 
 
@@ -52,21 +51,11 @@ def describe(path: str) -> dict[str, float]:
     from arrowcache import explore
 
     explore.describe  # noqa: B018  # loads what it needs
-    most, done = status_bytes("RssAnon"), threading.Event()
-
-    def sample() -> None:
-        nonlocal most
-        while not done.wait(0.02):
-            most = max(most, status_bytes("RssAnon"))
-
-    sampling = threading.Thread(target=sample)
-    sampling.start()
-    started, cpu = time.perf_counter(), cpu_seconds()
-    frame = explore.describe(path, columns=["x"], progress=False)
-    seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
-    done.set()
-    sampling.join()
-    return {"seconds": seconds, "cpu": cpu, "private": most, "count": int(frame["count"]["x"])}
+    with peak(partial(status_bytes, "RssAnon")) as private:
+        started, cpu = time.perf_counter(), cpu_seconds()
+        frame = explore.describe(path, columns=["x"], progress=False)
+        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
+    return {"seconds": seconds, "cpu": cpu, "private": private.most, "count": int(frame["count"]["x"])}
 
 
 def sparse_cache(path: Path, rows: int) -> ac.Cache:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import numpy as np
 
 import arrowcache as ac
 from benchmarks.harness import machine
-from benchmarks.usage import status_bytes
+from benchmarks.usage import peak, status_bytes
 
 if TYPE_CHECKING:
     from typing import Self
@@ -83,37 +82,29 @@ def serve(path: str) -> None:
 
 
 class Kernel:
-    """The process that serves, and its most private memory; a context manager."""
+    """The process that serves; a context manager."""
 
     def __init__(self, path: Path) -> None:
         command = [sys.executable, "-m", "benchmarks.explorer", "--serve", str(path)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.most_bytes, self._done = 0, threading.Event()
-        threading.Thread(target=self._sample, daemon=True).start()
-        assert self._line() == "ready"
 
     def open(self) -> tuple[float, str]:
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
-        seconds, url = self._line().split()
+        seconds, url = self.line().split()
         return float(seconds), url
 
     def private_bytes(self) -> int:
         return status_bytes("RssAnon", self.process.pid)
 
-    def _line(self) -> str:
+    def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.02):
-            self.most_bytes = max(self.most_bytes, self.private_bytes())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
         self.process.kill()
         self.process.wait()
 
@@ -148,7 +139,8 @@ def main(folder: str | None = None) -> None:
         with start_browser(Path(profile)) as browser:
             paints = []
             for _ in range(OPENINGS):
-                with Kernel(Path(name) / "cache") as kernel:
+                with Kernel(Path(name) / "cache") as kernel, peak(kernel.private_bytes) as private:
+                    assert kernel.line() == "ready"
                     loaded = kernel.private_bytes()
                     opened, url = kernel.open()
                     browser.get(url)
@@ -156,7 +148,7 @@ def main(folder: str | None = None) -> None:
                     paints.append(opened + painted)
                     print(
                         f"open {opened:.2f} s, page {painted:.2f} s; private memory {loaded / 2**20:.0f} MiB "
-                        f"with all imports, {kernel.most_bytes / 2**20:.0f} MiB at most"
+                        f"with all imports, {private.most / 2**20:.0f} MiB at most"
                     )
                     if len(paints) < OPENINGS:
                         continue
@@ -167,7 +159,7 @@ def main(folder: str | None = None) -> None:
                         f"95th percentile {np.percentile(moves, 95):.0f} ms, at most {moves.max():.0f} ms"
                     )
                     time.sleep(4)  # a look for new rows
-                    print(f"private memory: {kernel.most_bytes / 2**20:.0f} MiB at most")
+                    print(f"private memory: {private.most / 2**20:.0f} MiB at most")
 
 
 if __name__ == "__main__":

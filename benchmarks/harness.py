@@ -14,13 +14,11 @@ within one run; a third for one that has no turns, which it varies by from run t
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
+import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -54,11 +52,8 @@ Way = Callable[[], float | None]
 
 def hardware() -> str:
     """The machine, whatever runs on it."""
-    model = "unknown CPU"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
+    found = re.search(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = found[1] if found else "unknown CPU"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()} x {model}, {memory:.0f} GiB"
 
@@ -151,6 +146,20 @@ def scratch(folder: str | Path | None = None) -> Iterator[Path]:
     """A new folder in `folder`, or where BENCH_DIR or TMPDIR says, which goes at the end."""
     with tempfile.TemporaryDirectory(dir=folder or os.environ.get("BENCH_DIR")) as name:
         yield Path(name)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def begun(batches: Iterable[Any]) -> tuple[float, Iterator[Any]]:
+    """Seconds from `iter` to the first batch, which is dropped, and the iterator over the others."""
+    started = time.perf_counter()
+    iterator = iter(batches)
+    next(iterator)
+    return time.perf_counter() - started, iterator
 
 
 @dataclass(slots=True)
@@ -320,15 +329,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def fresh(function: str, *arguments: object) -> Any:
-    """Call a function, "module:name", in a new process. Arguments and the result travel as JSON."""
-    command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments)]
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def remember(benchmark: str, ratios: Mapping[str, Ratio], path: Path = HISTORY) -> None:
     """Print what moved since the last time, and record the ratios of this one.
 
@@ -385,8 +385,3 @@ def band(earlier: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def turns(ratio: Ratio) -> list[float]:
     return list(ratio) if isinstance(ratio, Sequence) else [ratio]
-
-
-if __name__ == "__main__":  # see `fresh`
-    module, _, name = sys.argv[1].partition(":")
-    print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2]))))

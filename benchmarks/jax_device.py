@@ -11,7 +11,6 @@ Run: `python -m benchmarks jax_device`, on JAX's default device. Results: benchm
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 
 import arrowcache as ac
 import arrowcache.jax
-from benchmarks.harness import Cases, Figures, Options, Round, Way, filled, interleaved
+from benchmarks.harness import Cases, Figures, Options, Round, Way, filled, interleaved, seconds_of
 
 CACHE_BYTES, REPEATS = 512 << 20, 5
 BATCHES = ((1 << 10, 4 << 20), (1 << 16, 4 << 20), (1 << 16, 32 << 20))  # bytes of a row, of a batch
@@ -43,9 +42,7 @@ def compute_for(seconds: float) -> Callable[[jax.Array], jax.Array]:
     def taken(count: int) -> float:
         work, batch = products(count), jax.numpy.zeros(1)
         work(batch).block_until_ready()
-        started = time.perf_counter()
-        work(batch).block_until_ready()
-        return time.perf_counter() - started
+        return seconds_of(lambda: work(batch).block_until_ready())
 
     return products(max(1, round(seconds / ((taken(210) - taken(10)) / 200))))
 

@@ -6,6 +6,7 @@ Run: `python -m benchmarks NAME`. Results: benchmarks/RESULTS.md.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ import arrowcache as ac
 from arrowcache.native import maps
 from arrowcache.reading.stats import resident_bytes
 from arrowcache.storage.layout import segment_name
+from benchmarks.fresh import fresh
 from benchmarks.harness import (
     GIB,
     MANY_ROWS,
@@ -31,10 +33,10 @@ from benchmarks.harness import (
     Figures,
     Options,
     Round,
+    begun,
     epoch,
     filled,
     filled_cache,
-    fresh,
     many_segments,
     mapped_files,
     named,
@@ -314,13 +316,10 @@ def first_batch(cache: ac.Cache, batch_rows: int, shuffle: str | None, turns: in
     times = []
     with ac.Loader(cache, batch_rows, shuffle=shuffle) as loader:
         for _ in range(turns):
-            started = time.perf_counter()
-            iterator = iter(loader)
-            next(iterator)
-            times.append(time.perf_counter() - started)
-            for _ in zip(range(100), iterator, strict=False):
-                pass
-            del iterator
+            seconds, batches = begun(loader)
+            times.append(seconds)
+            epoch(itertools.islice(batches, 100))
+            del batches
     return times[0] * 1e3, statistics.median(times[1:]) * 1e3
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import arrowcache as ac
-from benchmarks.harness import Options, Round, scratch
+from benchmarks.harness import Options, Round, scratch, seconds_of
 
 MIB = 1 << 20
 ROW_BYTES, SEGMENT_BYTES, WORKERS = 65536, 64 << 20, 2
@@ -67,6 +67,16 @@ def warm(_: int) -> int:
     return os.getpid()
 
 
+def seconds_of_a_pool(cache: ac.Cache, sampler: Any, workers: int, executor: Any, segments: int) -> float:
+    """From the making of a pool until it has published so many segments, and has ended."""
+
+    def publish() -> None:
+        with ac.SamplerPool(cache, sampler, workers=workers, executor=executor, segments=segments) as pool:
+            pool.wait()
+
+    return seconds_of(publish)
+
+
 def ingest(options: Options) -> Iterator[Round]:
     """How fast do samplers publish, against plain write() of the same bytes?
 
@@ -85,20 +95,14 @@ def ingest(options: Options) -> Iterator[Round]:
 
                 def publish(folder: Path = folder) -> float:
                     with ac.Cache.create(folder / "cache", SCHEMA, "8GB", SEGMENT_BYTES) as cache:
-                        started = time.perf_counter()
-                        with ac.SamplerPool(
-                            cache, sample, workers=WORKERS, executor=executor, segments=segments
-                        ) as pool:
-                            pool.wait()
-                        seconds = time.perf_counter() - started
+                        seconds = seconds_of_a_pool(cache, sample, WORKERS, executor, segments)
                     shutil.rmtree(folder / "cache")
                     return seconds
 
                 def write(folder: Path = folder) -> float:
                     (folder / "plain").mkdir()
-                    started = time.perf_counter()
-                    list(executor.map(write_file, [str(folder / "plain" / str(n)) for n in range(segments)]))
-                    seconds = time.perf_counter() - started
+                    paths = [str(folder / "plain" / str(number)) for number in range(segments)]
+                    seconds = seconds_of(lambda: list(executor.map(write_file, paths)))
                     shutil.rmtree(folder / "plain")
                     return seconds
 

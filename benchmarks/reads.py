@@ -6,7 +6,7 @@ private memory of the workers. 2: what is left of the rate where 1 % of the requ
 fail; how many tasks are given up. With `hedge` late reads are begun once more. 3: rows/s and MB/s of windows
 of .npy and Zarr. 4: MB/s from a Zarr array to batches, whole chunks at a time, in two epochs, beside
 insitubatch and xbatcher.
-Method: a store in a process of its own on the same processors, which waits by epoll and sends from memory.
+Method: a store in a process of its own on the same processors, of asyncio, which sends from memory.
 `store` is its rate for 64 clients that wait for nothing: it is not the limit. Each case draws into a
 new cache for seconds, in turns; the rate is of the bytes that are published after the first seconds. Data is
 not compressed. Our cold epoch begins with the pool and ends with the last batch of all rows.
@@ -17,15 +17,11 @@ or newer that has insitubatch and xbatcher. Results: benchmarks/RESULTS.md.
 from __future__ import annotations
 
 import argparse
-import heapq
+import asyncio
 import http.client
-import json
-import os
 import random
 import re
-import selectors
 import socket
-import stat
 import statistics
 import subprocess
 import sys
@@ -33,8 +29,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +41,7 @@ import zarr
 
 import arrowcache as ac
 from arrowcache.sampling.sources import ArrayWindows
+from benchmarks.fresh import fresh
 from benchmarks.harness import machine, remember
 from benchmarks.usage import private_bytes
 
@@ -61,107 +60,47 @@ class Store:
 
     def __init__(self, delay: float, tail: float, failing: float, folder: str = "") -> None:
         self._delay, self._tail, self._failing, self._folder = delay, tail, failing, folder
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self._memory = os.memfd_create("objects")
-        os.write(self._memory, np.random.default_rng(0).bytes(MEMORY_BYTES))
-        self._events = selectors.EpollSelector()
-        self._files: dict[str, int] = {}  # descriptors
-        self._waiting: list[tuple[float, int, socket.socket, bytes]] = []  # heap: when, number, request
-        self._sending: dict[socket.socket, tuple[int, int, int]] = {}  # descriptor, offset and bytes left
-        self._number = 0
+        self._memory = memoryview(np.random.default_rng(0).bytes(MEMORY_BYTES))
+        self._files: dict[Path, memoryview] = {}
 
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
+    async def serve(self) -> None:
+        """Print the port, and answer until this process is killed."""
+        server = await asyncio.start_server(self._client, "127.0.0.1", 0, backlog=1024)
+        print(server.sockets[0].getsockname()[1], flush=True)
+        await server.serve_forever()
 
-    def serve(self) -> None:
-        self._listener.setblocking(False)
-        self._events.register(self._listener, selectors.EVENT_READ)
-        while True:
-            wait = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None
-            for key, event in self._events.select(wait):
-                client: Any = key.fileobj
-                if client is self._listener:
-                    self._accept()
-                elif event & selectors.EVENT_WRITE:
-                    self._send(client)
-                else:
-                    self._receive(client)
-            while self._waiting and self._waiting[0][0] <= time.monotonic():
-                _, _, client, request = heapq.heappop(self._waiting)
-                self._answer(client, request)
+    async def _client(self, requests: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):  # its worker has ended, or was killed
+            while True:
+                request = await requests.readuntil(b"\r\n\r\n")
+                await asyncio.sleep(TAIL_SECONDS if random.random() < self._tail else self._delay)
+                if random.random() < self._failing:
+                    answers.write(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                head, body = self._answer(request)
+                answers.write(b"HTTP/1.1 " + head + b"\r\n\r\n")
+                answers.write(body)
+                await answers.drain()
 
-    def _accept(self) -> None:
-        client, _ = self._listener.accept()
-        client.setblocking(False)
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._events.register(client, selectors.EVENT_READ)
-
-    def _receive(self, client: socket.socket) -> None:
-        try:
-            request = client.recv(1 << 16)
-        except ConnectionResetError:  # its worker was killed
-            request = b""
-        if not request:
-            self._events.unregister(client)
-            client.close()
-            return
-        late = TAIL_SECONDS if random.random() < self._tail else self._delay
-        self._number += 1
-        heapq.heappush(self._waiting, (time.monotonic() + late, self._number, client, request))
-
-    def _answer(self, client: socket.socket, request: bytes) -> None:
-        if client.fileno() < 0:  # it has gone meanwhile
-            return
-        if random.random() < self._failing:
-            client.send(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
-            return
+    def _answer(self, request: bytes) -> tuple[bytes, memoryview]:
+        """The head of an answer, and its body."""
         method, target, _ = request.split(b" ", 2)
         if not target.startswith(b"/bucket/"):
             nbytes, number = map(int, target.split(b"/")[1:3])
-            client.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % nbytes)
-            self._begin(client, self._memory, number * nbytes % (MEMORY_BYTES - nbytes), nbytes)
-            return
-        path = target.partition(b"?")[0].decode()
-        fd = self._files.get(path)
-        if fd is None:
-            try:
-                fd = self._files[path] = os.open(self._folder + path.removeprefix("/bucket"), os.O_RDONLY)
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise FileNotFoundError
-            except OSError:
-                client.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-                return
-        size = os.fstat(fd).st_size
-        first, last, told = 0, size - 1, b"200 OK"
+            place = number * nbytes % (MEMORY_BYTES - nbytes)
+            return b"200 OK\r\nContent-Length: %d" % nbytes, self._memory[place : place + nbytes]
+        path = Path(self._folder + target.partition(b"?")[0].decode().removeprefix("/bucket"))
+        if not path.is_file():
+            return b"404 Not Found\r\nContent-Length: 0", self._memory[:0]
+        if path not in self._files:
+            self._files[path] = np.memmap(path, np.uint8, "r").data
+        file = self._files[path]
+        first, end, told = 0, len(file), b"200 OK"
         if asked := _RANGE.search(request):
-            first = int(asked[1])
-            last = min(int(asked[2] or last), last)
-            told = b"206 Partial Content\r\nContent-Range: bytes %d-%d/%d" % (first, last, size)
-        head = b'HTTP/1.1 %s\r\nContent-Length: %d\r\nETag: "1"\r\n%s\r\n\r\n'
-        client.send(head % (told, last + 1 - first, b"Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT"))
-        if method == b"GET":
-            self._begin(client, fd, first, last + 1 - first)
-
-    def _begin(self, client: socket.socket, fd: int, offset: int, nbytes: int) -> None:
-        self._sending[client] = fd, offset, nbytes
-        self._events.modify(client, selectors.EVENT_WRITE)
-        self._send(client)
-
-    def _send(self, client: socket.socket) -> None:
-        fd, offset, left = self._sending[client]
-        try:
-            sent = os.sendfile(client.fileno(), fd, offset, left)
-        except BlockingIOError:
-            return
-        except (BrokenPipeError, ConnectionResetError):  # its worker was killed
-            sent = left
-        if sent == left:
-            del self._sending[client]
-            self._events.modify(client, selectors.EVENT_READ)
-        else:
-            self._sending[client] = fd, offset + sent, left - sent
+            first, end = int(asked[1]), min(int(asked[2] or end) + 1, end)
+            told = b"206 Partial Content\r\nContent-Range: bytes %d-%d/%d" % (first, end - 1, len(file))
+        head = b'%s\r\nContent-Length: %d\r\nETag: "1"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT'
+        return head % (told, end - first), file[first:end] if method == b"GET" else file[:0]
 
 
 @contextmanager
@@ -258,11 +197,8 @@ def rate_of_the_store() -> float:
                         left -= connection.recv_into(buffer, min(left, MIB))
                     read[number] += 1
 
-        threads = [threading.Thread(target=client, args=[number]) for number in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(read)) as threads:
+            list(threads.map(client, range(len(read))))
         return sum(read) * MIB / 3 / 1e6
 
 
@@ -326,10 +262,9 @@ def to_batches(folder: str, python: str) -> None:
             found["arrowcache"].append(whole_chunks(uri(port, "rows.zarr/x")))
         for peer in ("insitubatch", "xbatcher") if python else ():
             with store(folder=folder) as port:
-                command = [python, "benchmarks/zarr_peers.py", peer, f"http://127.0.0.1:{port}"]
-                command += ["bucket/rows.zarr"]
-                said = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-                found.setdefault(peer, []).append(json.loads(said))
+                where = f"http://127.0.0.1:{port}", "bucket/rows.zarr"
+                told = fresh("benchmarks.zarr_peers:measured", peer, *where, python=python)
+                found.setdefault(peer, []).append(told)
     tell(found)
 
 
@@ -396,7 +331,5 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     if asked.serve:
         delay, tail, failing, folder = asked.serve
-        made = Store(float(delay), float(tail), float(failing), folder)
-        print(made.port, flush=True)
-        made.serve()
+        asyncio.run(Store(float(delay), float(tail), float(failing), folder).serve())
     main(asked.only, asked.peers)

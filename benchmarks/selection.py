@@ -24,6 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 import arrowcache as ac
-from benchmarks.harness import Figures, Options, scratch, written
+from benchmarks.harness import Figures, Options, begun, scratch, seconds_of, written
 from benchmarks.usage import advise, status_bytes
 
 TURNS, BATCH = 7, 64
@@ -94,9 +95,7 @@ def replay(folder: Path, options: Options) -> Iterator[Figures]:
 
             def note(found: Any, rng: np.random.Generator = rng) -> None:
                 priorities = rng.random(len(found["_seq"]))
-                started = time.perf_counter()
-                cache.annotate(found, priority=priorities)
-                noted.append(time.perf_counter() - started)
+                noted.append(seconds_of(lambda: cache.annotate(found, priority=priorities)))
 
             with (
                 ac.Loader(cache, batch, weights="priority", **how) as weighed,
@@ -136,9 +135,7 @@ def note(folder: Path, options: Options) -> Iterator[Figures]:
         values["MB of memory"] = (status_bytes("VmHWM") - before) / 1e6
         yield Figures(f"exclude {which}", values | {"bits a row": 8 * bytes_of(cache, "marks") / count})
     with ac.Loader(cache, BATCH) as loader:
-        started = time.perf_counter()
-        next(iter(loader))
-        yield Figures("an epoch begins in", {"s": time.perf_counter() - started})
+        yield Figures("an epoch begins in", {"s": begun(loader)[0]})
     for kind in ("float32", "float64"):
         for first in range(0, count, 1_000_000):
             rows = ids[first : first + 1_000_000]
@@ -166,16 +163,11 @@ def choose(folder: Path, options: Options) -> Iterator[Figures]:
         for _ in range(1 + options.turns(TURNS)):  # the first one is cold
             with ac.Loader(cache, 16384, **how) as loader:
                 for seconds in (new, again):
-                    started = time.perf_counter()
-                    next(iter(loader))
-                    seconds.append(time.perf_counter() - started)
+                    seconds.append(begun(loader)[0])
         with ac.Loader(cache, 16384, **how) as loader:
-            batches, steps = loader.repeat(), []
+            batches = loader.repeat()
             next(batches)
-            for _ in range(3 * loader.steps):
-                started = time.perf_counter()
-                next(batches)
-                steps.append(time.perf_counter() - started)
+            steps = [seconds_of(partial(next, batches)) for _ in range(3 * loader.steps)]
         warm = (new[0], statistics.median(new[1:]), statistics.median(again))
         found = (*warm, 1e3 * max(steps), 1e3 * statistics.median(steps))
         yield Figures(f"rows={name}", dict(zip(titles, found, strict=True)))

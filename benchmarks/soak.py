@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 import arrowcache as ac
-from benchmarks.harness import Figures, Options, fresh, scratch
+from benchmarks.fresh import fresh
+from benchmarks.harness import Figures, Options, scratch
 from benchmarks.usage import children
 
 EPOCHS, EVERY = 2000, 20

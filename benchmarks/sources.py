@@ -38,6 +38,7 @@ from arrowcache.sampling.sources import ArrayWindows, ParquetRows
 from arrowcache.sampling.task import Task, run
 from arrowcache.storage.locks import LockFile
 from benchmarks.harness import SHM, Cases, Figures, Options, Round, Way, scratch
+from benchmarks.publishing import seconds_of_a_pool
 
 VECTOR = 1024  # float32: 4 KiB a row
 GROUP_ROWS = 1024
@@ -147,12 +148,7 @@ def scaling(make: Callable[[str], Any], uri: str, folder: Path, options: Options
                 place, schema = folder / "cache", source.schema
                 with ac.Cache.create(place, schema, "1GB", "4MiB", ROWS_A_SEGMENT) as cache:
                     for segments in (2 * count, SEGMENTS_A_PROCESS * count):  # the first connects
-                        started = time.perf_counter()
-                        with ac.SamplerPool(
-                            cache, source, workers=count, executor=executor, segments=segments
-                        ) as pool:
-                            pool.wait()
-                        seconds = time.perf_counter() - started
+                        seconds = seconds_of_a_pool(cache, source, count, executor, segments)
                 rates[count].append(SEGMENTS_A_PROCESS * count * ROWS_A_SEGMENT / seconds)
                 shutil.rmtree(folder / "cache")
     return {count: statistics.mean(found) for count, found in rates.items()}

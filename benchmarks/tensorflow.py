@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +36,7 @@ from pyarrow import feather
 import arrowcache as ac
 from arrowcache.tensorflow import dataset, to_tfrecords
 from arrowcache.tensorflow.arrow_backend import find_reader
-from benchmarks.harness import Cases, Figures, Options, Round, Way, filled_cache, memcpy, scratch
+from benchmarks.harness import Cases, Figures, Options, Round, Way, filled_cache, memcpy, scratch, seconds_of
 from benchmarks.usage import spin
 
 SIZES = (  # bytes of a row, rows of a batch, bytes in all
@@ -167,9 +166,7 @@ def throughput(title: str, cases: dict[str, Any], nbytes: int, copy: Way) -> Rou
     amounts, ways = {"memcpy": nbytes / 1e9}, {"memcpy": copy}
     for name, batches in cases.items():
         consume(batches)
-        started = time.perf_counter()
-        consume(batches)
-        epochs = 1 + int(TURN_SECONDS / (time.perf_counter() - started))
+        epochs = 1 + int(TURN_SECONDS / seconds_of(partial(consume, batches)))
         amounts[name], ways[name] = epochs * nbytes / 1e9, partial(consumed, batches.repeat(epochs))
     over = ["memcpy", *(name for name in cases if "TFRecord" in name)]
     key = f"tensorflow-cpu {version('tensorflow-cpu')}, {{title}}: {{way}} over {{over}}"

@@ -10,9 +10,12 @@ import mmap
 import os
 import re
 import resource
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -95,6 +98,24 @@ def read_bytes() -> int:
     return _count(Path("/proc/self/io").read_text(), "read_bytes")
 
 
+@contextmanager
+def peak(look: Callable[[], int], seconds: float = 0.02) -> Iterator[SimpleNamespace]:
+    """Gives `most`, of a figure at which a thread looks every so often."""
+    found, ended = SimpleNamespace(most=0), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(seconds):
+            found.most = max(found.most, look())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _count(text: str, name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
     return int(found[1]) if found else 0
@@ -166,22 +187,9 @@ class Footprint:
 
     def _walk(self) -> dict[int, int]:
         found: dict[int, int] = {}
-        todo = [str(self._folder)]
-        while todo:
-            folder = todo.pop()
-            try:
-                status = os.stat(folder)
-                found[status.st_ino] = status.st_blocks * 512
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        if entry.is_dir(follow_symlinks=False):
-                            todo.append(entry.path)
-                            continue
-                        try:
-                            status = entry.stat(follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue
-                        found[status.st_ino] = status.st_blocks * 512
-            except FileNotFoundError:
-                continue
+        for folder, _, names in os.walk(self._folder):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                with suppress(FileNotFoundError):
+                    status = os.lstat(path)
+                    found[status.st_ino] = status.st_blocks * 512
         return found

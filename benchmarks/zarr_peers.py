@@ -1,13 +1,11 @@
 """Epochs of insitubatch and xbatcher over a Zarr array behind S3, as their documents say.
 
-Run by benchmarks/reads.py with a Python of 3.12 or newer that has both: it prints one object of JSON, of the
-seconds to the first batch, and MB/s of two epochs. It imports nothing of arrowcache.
+Run by benchmarks/reads.py with a Python of 3.12 or newer that has both: the seconds to the first batch, and
+MB/s of two epochs. It imports nothing of arrowcache.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,9 +46,9 @@ def xbatcher(endpoint: str, path: str) -> Epoch:
     return lambda: (batch.to_numpy().nbytes for batch in BatchGenerator(data, input_dims=dims))
 
 
-def measured(peer: Callable[[str, str], Epoch], endpoint: str, path: str) -> dict[str, float]:
+def measured(peer: str, endpoint: str, path: str) -> dict[str, float]:
     began = time.perf_counter()
-    epoch = peer(endpoint, path)
+    epoch = {"insitubatch": insitubatch, "xbatcher": xbatcher}[peer](endpoint, path)
     first, rates = 0.0, []
     for _ in range(2):
         nbytes, since = 0, time.perf_counter() if first else began
@@ -59,8 +57,3 @@ def measured(peer: Callable[[str, str], Epoch], endpoint: str, path: str) -> dic
             nbytes += each
         rates.append(nbytes / (time.perf_counter() - since) / 1e6)
     return {"first batch, s": first, "cold, MB/s": rates[0], "second epoch, MB/s": rates[1]}
-
-
-if __name__ == "__main__":
-    peers = {"insitubatch": insitubatch, "xbatcher": xbatcher}
-    print(json.dumps(measured(peers[sys.argv[1]], *sys.argv[2:])))

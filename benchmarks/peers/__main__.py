@@ -16,31 +16,27 @@ Results: benchmarks/RESULTS.md.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
+from benchmarks.fresh import ROOT, command_of, fresh, result_of
 from benchmarks.peers import report
 from benchmarks.peers.case import Case, peer_of
 from benchmarks.peers.registry import PEERS, Peer
-from benchmarks.peers.results import Results
-from benchmarks.peers.rolling import ROLLING
+from benchmarks.peers.results import ROWS, Results, median
+from benchmarks.peers.rolling import ROLLING, table_row
 from benchmarks.peers.workload import Workload
-from benchmarks.usage import drop, private_bytes, shared_bytes
+from benchmarks.usage import drop, peak, private_bytes, shared_bytes
 
-if TYPE_CHECKING:
-    from typing import Self
-
-ROOT = Path(__file__).parents[2]
 WARM = [
     Workload(1 << 10, rows=1 << 16, batch_rows=1024),
     Workload(64 << 10, rows=1 << 13, batch_rows=64),
@@ -78,47 +74,27 @@ def interpreter(environment: str) -> Path:
     return ROOT / ".envs" / environment / "bin" / "python"
 
 
-class Watch:
-    """The peaks of memory that a process and its children hold, looked at from outside, in bytes.
+def private_of_tree(pid: int) -> int:
+    """The sum of Pss_Anon of a process and its children; 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return sum(private_bytes(process.pid) for process in processes)
+    return 0
 
-    Private memory is the sum of their Pss_Anon. Shared memory is how much more the whole machine has of it
-    than before, so nothing else may run. A thread looks every 0.2 seconds; a context manager.
+
+def run(python: Path, function: str, *arguments: object) -> dict[str, Any]:
+    """Have a process of its own call a function of `case`.
+
+    Returns: its figures, and its peaks of memory as seen from outside, shared memory as how much more the
+        whole machine has of it than before, so nothing else may run; {"failed": why} if it has none.
     """
-
-    def __init__(self, pid: int) -> None:
-        self._process, self._before = psutil.Process(pid), shared_bytes()
-        self._ended, self._thread = threading.Event(), threading.Thread(target=self._run)
-        self.private_bytes = self.shared_bytes = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(0.2):
-            try:
-                processes = [self._process, *self._process.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                return
-            private = sum(private_bytes(process.pid) for process in processes)
-            self.private_bytes = max(self.private_bytes, private)
-            self.shared_bytes = max(self.shared_bytes, shared_bytes() - self._before)
-
-
-def run(python: Path, *arguments: str) -> dict[str, Any]:
-    """Have a process of its own measure something.
-
-    Returns: its figures, and its peaks of memory; {"failed": why} if it has none.
-    """
-    command = [str(python), "-m", "benchmarks.peers.case", *arguments]
+    before = shared_bytes()
+    command = command_of(f"benchmarks.peers.case:{function}", *arguments, python=python)
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True) as process,
-        Watch(process.pid) as watch,
+        peak(partial(private_of_tree, process.pid), 0.2) as private,
+        peak(lambda: shared_bytes() - before, 0.2) as shared,
     ):
         try:
             output, _ = process.communicate(timeout=CASE_SECONDS)
@@ -130,10 +106,9 @@ def run(python: Path, *arguments: str) -> dict[str, Any]:
         if process.returncode:
             said.seek(0)
             return {"failed": (said.read().strip().splitlines() or ["no word"])[-1]}
-    found = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-    figures = json.loads(found[-1]) if found else {}
-    private = watch.private_bytes - figures.get("own_bytes", 0)
-    return figures | {"private_bytes": private, "shared_bytes": watch.shared_bytes}
+    figures = result_of(output) or {}
+    own = figures.get("own_bytes", 0)
+    return figures | {"private_bytes": private.most - own, "shared_bytes": shared.most}
 
 
 def end(pid: int) -> None:
@@ -158,7 +133,7 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
         return
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
-        written = run(python, "write", peer.name, name, json.dumps(workload.to_json()))
+        written = run(python, "write", peer.name, name, workload.to_json())
         for case in todo:
             figures = written if "failed" in written else {}
             for _ in range(COLD_RUNS if is_cold and not figures else 1):
@@ -170,10 +145,21 @@ def measure(peer: Peer, workload: Workload, results: Results, *, is_cold: bool) 
                 except RuntimeError as error:
                     one: dict[str, Any] = {"failed": str(error)}
                 else:
-                    one = run(python, "measure", peer.name, name, json.dumps(asdict(case)))
+                    one = run(python, "measure", peer.name, name, asdict(case))
                 figures = merged(figures, one)
             results.add(peer.name, case, figures)
-            print(report.line(peer.name, case, figures), flush=True)
+            print(line(peer.name, case, figures), flush=True)
+
+
+def line(name: str, case: Case, figures: dict[str, Any]) -> str:
+    """A line about one case, for while others are measured."""
+    row = ROWS.get(case.workload.row_bytes, str(case.workload.row_bytes))
+    order = "shuffled" if case.shuffled else "in order"
+    kind = f"{'cold' if case.is_cold else 'warm'}, {case.consumer}, {order}"
+    begin = f"{name:32} {row:>6} rows, {case.workers} workers, {kind}:"
+    if "failed" in figures:
+        return f"{begin} failed: {figures['failed']}"
+    return f"{begin} {median(figures['gbps']):.2f} GB/s, {median(figures['cpu_per_gb']):.2f} CPU s/GB"
 
 
 def roll(results: Results, names: Collection[str]) -> None:
@@ -181,19 +167,15 @@ def roll(results: Results, names: Collection[str]) -> None:
     for name, (peer, options) in ROLLING.items():
         if results.has_run(name) or peer not in names:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            known = peer_of(peer)
-            try:
-                python = interpreter(known.environment)
-                command = [str(python), "-m", "benchmarks.peers.rolling", known.module, *options]
-                subprocess.run(
-                    [*command, "--json", f"{folder}/result"], cwd=ROOT, check=True, timeout=ROLLING_SECONDS
-                )
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                print(f"{name}: failed: {error}", flush=True)
-                results.add_run(name, {"peer": peer, "failed": str(error).partition(" ")[2][-200:]})
-            else:
-                results.add_run(name, json.loads(Path(folder, "result").read_text()))
+        known, rolling = peer_of(peer), "benchmarks.peers.rolling:main"
+        try:
+            python, given = interpreter(known.environment), [known.module, *options]
+            result = fresh(rolling, given, python=python, timeout=ROLLING_SECONDS)
+            print(name, *table_row(result), sep=" | ", flush=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"{name}: failed: {error}", flush=True)
+            result = {"peer": peer, "failed": str(error).partition(" ")[2][-200:]}
+        results.add_run(name, result)
 
 
 def merged(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

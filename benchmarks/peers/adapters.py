@@ -13,10 +13,10 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,31 +28,45 @@ BUFFER_ROWS, BUFFER_BYTES = 1000, 256 << 20  # of a shuffle buffer, whichever is
 SHUFFLE_BYTES = 64 << 20  # of a shuffle buffer that is given in bytes
 
 
-class Adapter(Protocol):
-    """One peer. One whose state can be saved in mid-epoch has `resume`, too: see `Stateful`."""
+class Adapter:
+    """One peer with one data set; a context manager that gives the epochs. What is put into `opened` ends
+    with it. One whose state can be saved in mid-epoch has `resume`, too: see `Stateful`.
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    Args:
+        workers: processes (or threads, where the peer has those instead) beside the consumer's thread; 0: as
+            few as the peer can do with.
+    """
+
+    def __init__(self, folder: Path, workload: Workload, workers: int = 0, *, shuffled: bool = True) -> None:
+        self.folder, self.workload, self.workers, self.shuffled = folder, workload, workers, shuffled
+        self.batch_rows = workload.batch_rows
+        self.opened = ExitStack()
+
+    def write(self) -> None:
         """Write the data set in the peer's own format into an empty folder."""
-
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Iterable[Batch]:
-        """Open the data set. See `loader`, which a peer has in its place if something must be closed."""
         raise NotImplementedError
 
-    @classmethod
-    @contextmanager
-    def loader(
-        cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool
-    ) -> Iterator[Iterable[Batch]]:
+    def epochs(self) -> Iterable[Batch]:
         """Open the data set. Each `iter` of the result is an epoch: all rows once, but for an incomplete
-        last batch (of each worker), in another order each time if `shuffled`.
+        last batch (of each worker), in another order each time if `shuffled`."""
+        raise NotImplementedError
 
-        Args:
-            workers: processes (or threads, where the peer has those instead) beside the consumer's
-                thread; 0: as few as the peer can do with.
-        """
-        yield cls.epochs(folder, workload, workers=workers, shuffled=shuffled)
+    def by_torch(self, kind: Any, rows: Any, **more: Any) -> Any:
+        """torch's DataLoader, or one like it."""
+        return kind(rows, num_workers=self.workers, persistent_workers=self.workers > 0, **more)
+
+    def stock(self, rows: Any, **more: Any) -> Any:
+        """torch's DataLoader of a map-style dataset."""
+        from torch.utils.data import DataLoader
+
+        more |= {"batch_size": self.batch_rows, "shuffle": self.shuffled, "drop_last": True}
+        return self.by_torch(DataLoader, rows, **more)
+
+    def __enter__(self) -> Iterable[Batch]:
+        return self.epochs()
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.close()
 
 
 class Epochs:
@@ -82,73 +96,49 @@ def tensors(batch: Batch) -> Batch:
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
-def stock(rows: Any, workload: Workload, workers: int, *, shuffled: bool, **more: Any) -> Any:
-    """torch's DataLoader of a map-style dataset."""
-    from torch.utils.data import DataLoader
-
-    return DataLoader(
-        rows, workload.batch_rows, shuffle=shuffled, num_workers=workers, drop_last=True,
-        persistent_workers=workers > 0, **more,
-    )  # fmt: skip
-
-
 class Stateful(Adapter):
     """A peer whose loader has torch's `state_dict` and `load_state_dict`."""
 
-    @classmethod
-    def stateful(cls, folder: Path, workload: Workload, workers: int) -> Any:
-        """The loader of shuffled epochs."""
+    def loader(self) -> Any:
         raise NotImplementedError
 
-    @classmethod
-    def resume(
-        cls, folder: Path, workload: Workload, *, workers: int, state: bytes | None, batches: int | None
-    ) -> tuple[list[int], bytes]:
+    def resume(self, state: bytes | None, batches: int | None) -> tuple[list[int], bytes]:
         """Take some batches of a shuffled epoch (None: all that are left), from its beginning or a state.
 
         Returns: the labels of their rows, and the state after them.
         """
-        loader = cls.stateful(folder, workload, workers)
-        with loader if hasattr(loader, "__exit__") else nullcontext():
-            if state is not None:
-                loader.load_state_dict(pickle.loads(state))
-            rows: list[int] = []
-            epoch = iter(loader)
-            for batch in itertools.islice(epoch, batches):
-                labels = batch["y"] if isinstance(batch, dict) else batch[1]
-                rows.extend(np.asarray(labels).reshape(-1).tolist())
-            return rows, pickle.dumps(loader.state_dict())
+        loader = self.loader()
+        if state is not None:
+            loader.load_state_dict(pickle.loads(state))
+        rows: list[int] = []
+        epoch = iter(loader)
+        for batch in itertools.islice(epoch, batches):
+            labels = batch["y"] if isinstance(batch, dict) else batch[1]
+            rows.extend(np.asarray(labels).reshape(-1).tolist())
+        return rows, pickle.dumps(loader.state_dict())
 
 
 class Arrowcache(Stateful):
     """arrowcache itself, with its defaults: README.md is its documentation."""
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         import arrowcache as ac
 
-        schema = ac.Schema({"x": ac.Tensor("float32", (workload.columns,)), "y": ac.Tensor("int64")})
-        with (
-            ac.Cache.create(folder / "cache", schema, 2 * workload.nbytes + (1 << 30)) as cache,
-            cache.writer() as writer,
-        ):
-            for x, y in workload.chunks():
+        columns = {"x": ac.Tensor("float32", (self.workload.columns,)), "y": ac.Tensor("int64")}
+        capacity = 2 * self.workload.nbytes + (1 << 30)
+        with ac.Cache.create(self.folder / "cache", columns, capacity) as cache, cache.writer() as writer:
+            for x, y in self.workload.chunks():
                 writer.extend(x=x, y=y)
 
-    @classmethod
-    @contextmanager
-    def loader(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Iterator[Epochs]:
+    def loader(self) -> Any:
         from arrowcache.torch import Loader
 
-        shuffle = "rows" if shuffled else None
-        with Loader(folder / "cache", workload.batch_rows, shuffle=shuffle, workers=workers) as batches:
-            yield pairs(batches)
+        shuffle = "rows" if self.shuffled else None
+        loader = Loader(self.folder / "cache", self.batch_rows, shuffle=shuffle, workers=self.workers)
+        return self.opened.enter_context(loader)
 
-    @classmethod
-    def stateful(cls, folder: Path, workload: Workload, workers: int) -> Any:
-        from arrowcache.torch import Loader
-
-        return Loader(folder / "cache", workload.batch_rows, workers=workers)
+    def epochs(self) -> Epochs:
+        return pairs(self.loader())
 
 
 class MappedRows:
@@ -174,18 +164,17 @@ class Mapped(Adapter):
     views of NumPy's, which collation has to wrap one by one; at 64 KiB the two were near each other.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
-        x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (workload.rows, workload.columns))
-        y = np.lib.format.open_memmap(folder / "y.npy", "w+", np.int64, (workload.rows,))
-        for xs, ys in workload.chunks():
+    def write(self) -> None:
+        rows, columns = self.workload.rows, self.workload.columns
+        x = np.lib.format.open_memmap(self.folder / "x.npy", "w+", np.float32, (rows, columns))
+        y = np.lib.format.open_memmap(self.folder / "y.npy", "w+", np.int64, (rows,))
+        for xs, ys in self.workload.chunks():
             x[ys[0] : ys[-1] + 1], y[ys[0] : ys[-1] + 1] = xs, ys
         x.flush()
         y.flush()
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
-        return stock(MappedRows(folder), workload, workers, shuffled=shuffled)
+    def epochs(self) -> Any:
+        return self.stock(MappedRows(self.folder))
 
 
 def mapped_arrays(folder: Path) -> list[NDArray[Any]]:
@@ -212,19 +201,15 @@ class MappedBatches:
 class MappedByBatch(Mapped, Stateful):
     """A mapped `.npy` file, a whole batch by one `np.take`, in torch's `__getitems__`."""
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
-        return stock(MappedBatches(folder), workload, workers, shuffled=shuffled, collate_fn=tensors)
+    def epochs(self) -> Any:
+        return self.stock(MappedBatches(self.folder), collate_fn=tensors)
 
-    @classmethod
-    def stateful(cls, folder: Path, workload: Workload, workers: int) -> Any:
+    def loader(self) -> Any:
         """torchdata's StatefulDataLoader in place of torch's DataLoader."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        rows: Any = MappedBatches(folder)
-        return StatefulDataLoader(
-            rows, workload.batch_rows, shuffle=True, num_workers=workers, collate_fn=tensors, drop_last=True
-        )
+        rows, more = MappedBatches(self.folder), {"collate_fn": tensors, "drop_last": True}
+        return self.by_torch(StatefulDataLoader, rows, batch_size=self.batch_rows, shuffle=True, **more)
 
 
 class Spdl(Mapped):
@@ -234,19 +219,15 @@ class Spdl(Mapped):
     pipeline serves all epochs (`continuous`), as its page on execution models says.
     """
 
-    @classmethod
-    @contextmanager
-    def loader(
-        cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool
-    ) -> Iterator[Iterable[Batch]]:
+    def epochs(self) -> Iterable[Batch]:
         from spdl.pipeline import PipelineBuilder
 
-        x, y = mapped_arrays(folder)
-        threads, chance = max(1, workers), np.random.default_rng() if shuffled else None
+        x, y = mapped_arrays(self.folder)
+        threads, chance = max(1, self.workers), np.random.default_rng() if self.shuffled else None
 
         def orders() -> Iterator[NDArray[np.int64]]:
             """The batches of an epoch: the numbers of their rows."""
-            rows, size = workload.rows, workload.batch_rows
+            rows, size = self.workload.rows, self.batch_rows
             order = np.arange(rows) if chance is None else chance.permutation(rows)
             return (order[start : start + size] for start in range(0, rows - size + 1, size))
 
@@ -260,8 +241,8 @@ class Spdl(Mapped):
             .add_sink(3)
             .build(num_threads=threads)
         )
-        with pipeline.auto_stop():
-            yield pipeline
+        self.opened.enter_context(pipeline.auto_stop())
+        return pipeline  # type: ignore[no-any-return]
 
 
 def parse_record(record: bytes) -> Batch:
@@ -275,34 +256,31 @@ class Grain(Adapter):
     threads as Grain has by default, no slower than two.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
 
-        writer = ArrayRecordWriter(str(folder / "data.arrayrecord"), "group_size:1,uncompressed")
-        for x, y in workload.samples():
+        writer = ArrayRecordWriter(str(self.folder / "data.arrayrecord"), "group_size:1,uncompressed")
+        for x, y in self.workload.samples():
             writer.write(y.tobytes() + x.tobytes())
         writer.close()
 
-    @staticmethod
-    def stream(folder: Path, workload: Workload, workers: int, *, shuffled: bool) -> tuple[Any, int]:
+    def stream(self) -> tuple[Any, int]:
         """A stream that repeats the data set, and how many of its batches are an epoch."""
         import grain
 
-        source = grain.sources.ArrayRecordDataSource(str(folder / "data.arrayrecord"))
+        source = grain.sources.ArrayRecordDataSource(str(self.folder / "data.arrayrecord"))
         rows = grain.MapDataset.source(source).seed(0)
-        if shuffled:
+        if self.shuffled:
             rows = rows.shuffle()
-        batches = rows.map(parse_record).batch(workload.batch_rows, drop_remainder=True)
+        batches = rows.map(parse_record).batch(self.batch_rows, drop_remainder=True)
         stream = batches.repeat().to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=16))
-        if workers:
-            stream = stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        if self.workers:
+            stream = stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=self.workers))
         return stream, len(batches)
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Epochs:
+    def epochs(self) -> Epochs:
         """Epochs of one stream, so that workers are started once."""
-        dataset, count = cls.stream(folder, workload, workers, shuffled=shuffled)
+        dataset, count = self.stream()
         left: list[Iterator[Batch]] = []
 
         def epoch() -> Iterator[Batch]:
@@ -313,12 +291,9 @@ class Grain(Adapter):
 
         return Epochs(epoch)
 
-    @classmethod
-    def resume(
-        cls, folder: Path, workload: Workload, *, workers: int, state: bytes | None, batches: int | None
-    ) -> tuple[list[int], bytes]:
+    def resume(self, state: bytes | None, batches: int | None) -> tuple[list[int], bytes]:
         """With the iterator's `get_state` and `set_state`, and the number of batches that were taken."""
-        dataset, epoch = cls.stream(folder, workload, workers, shuffled=True)
+        dataset, epoch = self.stream()
         stream, done = iter(dataset), 0
         if state is not None:
             at, done = pickle.loads(state)
@@ -332,14 +307,6 @@ def pair_of_tensors(batch: dict[str, Any]) -> Batch:
     return tensors(pair(batch))
 
 
-def hf_loader(kind: Any, rows: Any, workers: int, **more: Any) -> Any:
-    """torch's DataLoader, or one like it, of a dataset that makes batches itself."""
-    return kind(
-        rows, batch_size=None, num_workers=workers, collate_fn=pair_of_tensors,
-        persistent_workers=workers > 0, **more,
-    )  # fmt: skip
-
-
 class HfDatasets(Adapter):
     """Hugging Face datasets, map-style: an Arrow file that is mapped, rows of a batch asked for at once.
 
@@ -347,28 +314,33 @@ class HfDatasets(Adapter):
     size and `__getitems__`, were as fast as each other.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         import pyarrow as pa
         from datasets import Features, List, Value
 
-        features = Features({"x": List(Value("float32"), length=workload.columns), "y": Value("int64")})
+        features = Features({"x": List(Value("float32"), length=self.workload.columns), "y": Value("int64")})
         schema = features.arrow_schema
-        with pa.OSFile(str(folder / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            for x, y in workload.chunks():
+        with (
+            pa.OSFile(str(self.folder / "data.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, schema) as stream,
+        ):
+            for x, y in self.workload.chunks():
                 rows = pa.FixedSizeListArray.from_arrays(x.reshape(-1), type=schema.field("x").type)
                 table = pa.table([rows, y], schema=schema)
                 stream.write_table(table, max_chunksize=1000)  # as datasets does by default
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
+    def epochs(self) -> Any:
         from datasets import Dataset
         from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-        rows: Any = Dataset.from_file(str(folder / "data.arrow")).with_format("numpy")
-        order = RandomSampler(rows) if shuffled else SequentialSampler(rows)
-        sampler = BatchSampler(order, workload.batch_rows, drop_last=True)
-        return hf_loader(DataLoader, rows, workers, sampler=sampler)
+        rows: Any = Dataset.from_file(str(self.folder / "data.arrow")).with_format("numpy")
+        order = RandomSampler(rows) if self.shuffled else SequentialSampler(rows)
+        sampler = BatchSampler(order, self.batch_rows, drop_last=True)
+        return self.by_hf(DataLoader, rows, sampler=sampler)
+
+    def by_hf(self, kind: Any, rows: Any, **more: Any) -> Any:
+        """torch's DataLoader, or one like it, of a dataset that makes batches itself."""
+        return self.by_torch(kind, rows, batch_size=None, collate_fn=pair_of_tensors, **more)
 
 
 class HfDatasetsIterable(HfDatasets, Stateful):
@@ -378,35 +350,32 @@ class HfDatasetsIterable(HfDatasets, Stateful):
     is shuffled, so only a shuffled data set is told its epoch.
     """
 
-    @staticmethod
-    def batches(folder: Path, workload: Workload, *, shuffled: bool) -> Any:
+    def batches(self) -> Any:
         from datasets import Dataset
 
-        rows = Dataset.from_file(str(folder / "data.arrow")).to_iterable_dataset(num_shards=SHARDS)
-        if shuffled:
-            rows = rows.shuffle(seed=0, buffer_size=buffer_rows(workload))
-        return rows.with_format("numpy").batch(workload.batch_rows, drop_last_batch=True)
+        rows = Dataset.from_file(str(self.folder / "data.arrow")).to_iterable_dataset(num_shards=SHARDS)
+        if self.shuffled:
+            rows = rows.shuffle(seed=0, buffer_size=buffer_rows(self.workload))
+        return rows.with_format("numpy").batch(self.batch_rows, drop_last_batch=True)
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Epochs:
+    def epochs(self) -> Epochs:
         from torch.utils.data import DataLoader
 
-        batches, numbers = cls.batches(folder, workload, shuffled=shuffled), itertools.count()
-        loader = hf_loader(DataLoader, batches, workers)
+        batches, numbers = self.batches(), itertools.count()
+        loader = self.by_hf(DataLoader, batches)
 
         def epoch() -> Iterator[Batch]:
-            if shuffled:
+            if self.shuffled:
                 batches.set_epoch(next(numbers))
             return iter(loader)
 
         return Epochs(epoch)
 
-    @classmethod
-    def stateful(cls, folder: Path, workload: Workload, workers: int) -> Any:
+    def loader(self) -> Any:
         """torchdata's StatefulDataLoader, as its documentation says."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return hf_loader(StatefulDataLoader, cls.batches(folder, workload, shuffled=True), workers)
+        return self.by_hf(StatefulDataLoader, self.batches())
 
 
 def buffer_rows(workload: Workload) -> int:
@@ -443,31 +412,28 @@ class Lance(Adapter):
     and its torch dataset shuffles no more than the order of batches.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         import pyarrow as pa
         from lance import write_dataset
 
-        schema = pa.schema({"x": pa.list_(pa.float32(), workload.columns), "y": pa.int64()})
+        schema = pa.schema({"x": pa.list_(pa.float32(), self.workload.columns), "y": pa.int64()})
         columns = (
-            [pa.FixedSizeListArray.from_arrays(x.reshape(-1), workload.columns), y]
-            for x, y in workload.chunks()
+            [pa.FixedSizeListArray.from_arrays(x.reshape(-1), self.workload.columns), y]
+            for x, y in self.workload.chunks()
         )
         batches = (pa.record_batch(each, schema=schema) for each in columns)
-        write_dataset(pa.RecordBatchReader.from_batches(schema, batches), folder / "data.lance")
+        write_dataset(pa.RecordBatchReader.from_batches(schema, batches), self.folder / "data.lance")
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
-        uri = str(folder / "data.lance")
-        if shuffled or workers:
-            rows, context = LanceRows(uri, workload.rows), "spawn" if workers else None
-            return stock(
-                rows, workload, workers, shuffled=shuffled, collate_fn=same, multiprocessing_context=context
-            )
+    def epochs(self) -> Any:
+        uri = str(self.folder / "data.lance")
+        if self.shuffled or self.workers:
+            context = "spawn" if self.workers else None
+            rows = LanceRows(uri, self.workload.rows)
+            return self.stock(rows, collate_fn=same, multiprocessing_context=context)
         from lance.torch.data import LanceDataset
 
-        batches: Any = LanceDataset(uri, workload.batch_rows)
-        return Epochs(lambda: (pair(batch) for batch in batches if len(batch["y"]) == workload.batch_rows))
+        batches: Any = LanceDataset(uri, self.batch_rows)
+        return Epochs(lambda: (pair(batch) for batch in batches if len(batch["y"]) == self.batch_rows))
 
 
 def torch_samples(workload: Workload, _: int) -> Iterator[tuple[Any, int]]:
@@ -483,28 +449,23 @@ class Litdata(Stateful):
     Chunks are of its default 64 MiB; of 256 for samples of a megabyte and more, as its FAQ advises.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         from litdata import optimize
 
+        mebibytes = 256 if self.workload.row_bytes >= 1 << 20 else 64
         optimize(
-            partial(torch_samples, workload), inputs=[0], output_dir=str(folder / "chunks"),
-            chunk_bytes=(256 if workload.row_bytes >= 1 << 20 else 64) << 20, num_workers=1, verbose=False,
+            partial(torch_samples, self.workload), inputs=[0], output_dir=str(self.folder / "chunks"),
+            chunk_bytes=mebibytes << 20, num_workers=1, verbose=False,
         )  # fmt: skip
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
+    def loader(self) -> Any:
         from litdata import StreamingDataLoader, StreamingDataset
 
-        dataset = StreamingDataset(str(folder / "chunks"), shuffle=shuffled, drop_last=False)
-        return StreamingDataLoader(
-            dataset, batch_size=workload.batch_rows, num_workers=workers, drop_last=True,
-            persistent_workers=workers > 0,
-        )  # fmt: skip
+        dataset = StreamingDataset(str(self.folder / "chunks"), shuffle=self.shuffled, drop_last=False)
+        return self.by_torch(StreamingDataLoader, dataset, batch_size=self.batch_rows, drop_last=True)
 
-    @classmethod
-    def stateful(cls, folder: Path, workload: Workload, workers: int) -> Any:
-        return cls.epochs(folder, workload, workers=workers, shuffled=True)
+    def epochs(self) -> Any:
+        return self.loader()
 
 
 class RayData(Adapter):
@@ -519,53 +480,48 @@ class RayData(Adapter):
     and there is no case without. Its object store is 1 GiB of /dev/shm.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        rows_per_file = max(1, min(16 << 20, workload.nbytes // 4) // workload.row_bytes)
-        columns = pa.fixed_shape_tensor(pa.float32(), (workload.columns,))
+        rows_per_file = max(1, min(16 << 20, self.workload.nbytes // 4) // self.workload.row_bytes)
+        columns = pa.fixed_shape_tensor(pa.float32(), (self.workload.columns,))
         schema = pa.schema({"x": columns, "y": pa.int64()})
-        for x, y in workload.chunks():
+        for x, y in self.workload.chunks():
             for start in range(0, len(y), rows_per_file):
                 rows = slice(start, start + rows_per_file)
                 x_column = pa.FixedShapeTensorArray.from_numpy_ndarray(x[rows])
                 table = pa.table([x_column, pa.array(y[rows])], schema=schema)
-                path = folder / f"{int(y[start]):09}.parquet"
+                path = self.folder / f"{int(y[start]):09}.parquet"
                 pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
 
-    @classmethod
-    @contextmanager
-    def loader(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Iterator[Epochs]:
+    def epochs(self) -> Epochs:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         temporary = tempfile.mkdtemp(prefix="ray")  # short: paths of sockets have 107 characters at most
-        options: dict[str, Any] = {"num_cpus": max(1, workers), "object_store_memory": 1 << 30}
+        options: dict[str, Any] = {"num_cpus": max(1, self.workers), "object_store_memory": 1 << 30}
         options |= {"_temp_dir": temporary, "include_dashboard": False, "log_to_driver": False}
+        self.opened.callback(shutil.rmtree, temporary, ignore_errors=True)
+        self.opened.callback(ray.shutdown)
         ray.init(**options, logging_level=logging.ERROR)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
-        context.execution_options.preserve_order = not shuffled
-        size = workload.batch_rows
+        context.execution_options.preserve_order = not self.shuffled
+        size = self.batch_rows
 
         def epoch() -> Iterator[Batch]:
             rows = ray.data.read_parquet(
-                str(folder), shuffle="files" if shuffled else None, file_extensions=["parquet"]
+                str(self.folder), shuffle="files" if self.shuffled else None, file_extensions=["parquet"]
             )
             batches = rows.iter_batches(
                 batch_size=size, batch_format="numpy", drop_last=True, prefetch_batches=2,
-                local_shuffle_buffer_size=max(2 * size, SHUFFLE_BYTES // workload.row_bytes)
-                if shuffled else None,
+                local_shuffle_buffer_size=max(2 * size, SHUFFLE_BYTES // self.workload.row_bytes)
+                if self.shuffled else None,
             )  # fmt: skip
             return map(pair, batches)
 
-        try:
-            yield Epochs(epoch)
-        finally:
-            ray.shutdown()
-            shutil.rmtree(temporary, ignore_errors=True)
+        return Epochs(epoch)
 
 
 def reverb_table(max_rows: int, columns: int) -> Any:
@@ -611,38 +567,34 @@ class Reverb(Adapter):
     three are different, and there is no unshuffled one. `workers` is the number of threads that fetch.
     """
 
-    @staticmethod
-    def server(folder: Path, workload: Workload) -> Any:
-        table = reverb_table(workload.rows, workload.columns)
+    def server(self) -> Any:
+        table = reverb_table(self.workload.rows, self.workload.columns)
         import reverb
 
-        checkpoints = reverb.platform.checkpointers_lib.DefaultCheckpointer(path=str(folder / "checkpoint"))
+        checkpoints = reverb.platform.checkpointers_lib.DefaultCheckpointer(
+            path=str(self.folder / "checkpoint")
+        )
         return reverb.Server(tables=[table], checkpointer=checkpoints)
 
-    @classmethod
-    def write(cls, folder: Path, workload: Workload) -> None:
-        server = cls.server(folder, workload)
+    def write(self) -> None:
+        server = self.server()
         client = server.localhost_client()
         with client.trajectory_writer(num_keep_alive_refs=1) as writer:
-            for x, y in workload.samples():
+            for x, y in self.workload.samples():
                 reverb_append(writer, x, y)
                 writer.flush(block_until_num_items=64)
             writer.flush()
         client.checkpoint()
         server.stop()
 
-    @classmethod
-    @contextmanager
-    def loader(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Iterator[Epochs]:
-        if not shuffled:
+    def epochs(self) -> Epochs:
+        if not self.shuffled:
             raise ValueError("a table that is read again and again has no order to be read in")
-        server = cls.server(folder, workload)
-        size, threads = workload.batch_rows, max(1, workers)
+        server = self.server()
+        self.opened.callback(server.stop)
+        size, threads = self.batch_rows, max(1, self.workers)
         batches = reverb_batches(f"localhost:{server.port}", size, 2, num_workers_per_iterator=threads)
-        try:
-            yield Epochs(lambda: itertools.islice(batches, workload.rows // size))
-        finally:
-            server.stop()
+        return Epochs(lambda: itertools.islice(batches, self.workload.rows // size))
 
 
 def streaming_module() -> Any:
@@ -662,6 +614,13 @@ def streaming_module() -> Any:
     return streaming
 
 
+def write_mds(folder: Path, workload: Workload, **more: Any) -> None:
+    columns = {"x": f"ndarray:float32:{workload.columns}", "y": "int64"}
+    with streaming_module().MDSWriter(out=str(folder), columns=columns, **more) as writer:
+        for x, y in workload.samples():
+            writer.write({"x": x, "y": y})
+
+
 class Streaming(Stateful):
     """MosaicML Streaming: local shards in its MDS format, read by torch's DataLoader.
 
@@ -672,27 +631,20 @@ class Streaming(Stateful):
     that can be resumed, and so the one that is measured.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
-        columns = {"x": f"ndarray:float32:{workload.columns}", "y": "int64"}
-        with streaming_module().MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
-            for x, y in workload.samples():
-                writer.write({"x": x, "y": y})
+    def write(self) -> None:
+        write_mds(self.folder / "mds", self.workload)
 
-    @classmethod
-    def stateful(cls, folder: Path, workload: Workload, workers: int, *, shuffled: bool = True) -> Any:
+    def loader(self) -> Any:
         streaming = streaming_module()
         dataset = streaming.StreamingDataset(
-            local=str(folder / "mds"), batch_size=workload.batch_rows, shuffle=shuffled, num_canonical_nodes=1
-        )
-        return streaming.StreamingDataLoader(
-            dataset, batch_size=workload.batch_rows, num_workers=workers, persistent_workers=workers > 0,
-            drop_last=True,
+            local=str(self.folder / "mds"), batch_size=self.batch_rows, shuffle=self.shuffled,
+            num_canonical_nodes=1,
         )  # fmt: skip
+        kind = streaming.StreamingDataLoader
+        return self.by_torch(kind, dataset, batch_size=self.batch_rows, drop_last=True)
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Epochs:
-        return pairs(cls.stateful(folder, workload, workers, shuffled=shuffled))
+    def epochs(self) -> Epochs:
+        return pairs(self.loader())
 
 
 def tensordict_of(x: NDArray[np.float32], y: NDArray[np.int64]) -> Any:
@@ -705,22 +657,20 @@ def tensordict_of(x: NDArray[np.float32], y: NDArray[np.int64]) -> Any:
 class Tensordict(Adapter):
     """tensordict: memory-mapped tensors, from which torch's DataLoader reads each batch by one index."""
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         import torch
         from tensordict import TensorDict
 
-        row = {"x": torch.zeros(workload.columns), "y": torch.zeros((), dtype=torch.int64)}
-        rows = TensorDict(row, batch_size=[]).expand(workload.rows).memmap_like(folder / "rows")
-        for x, y in workload.chunks():
+        row = {"x": torch.zeros(self.workload.columns), "y": torch.zeros((), dtype=torch.int64)}
+        rows = TensorDict(row, batch_size=[]).expand(self.workload.rows).memmap_like(self.folder / "rows")
+        for x, y in self.workload.chunks():
             rows[int(y[0]) : int(y[-1]) + 1] = tensordict_of(x, y)
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
+    def epochs(self) -> Any:
         from tensordict import TensorDict
 
-        rows = TensorDict.load_memmap(folder / "rows")
-        return stock(rows, workload, workers, shuffled=shuffled, collate_fn=pair)
+        rows = TensorDict.load_memmap(self.folder / "rows")
+        return self.stock(rows, collate_fn=pair)
 
 
 def tensorflow_module() -> Any:
@@ -743,16 +693,16 @@ class Tfrecord(Adapter):
     guide says. Its `cache`, which would keep the whole data set in memory, is for data that fits.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         tf = tensorflow_module()
-        rows_per_file = max(workload.batch_rows, min(64 << 20, workload.nbytes // 4) // workload.row_bytes)
+        nbytes, row_bytes = self.workload.nbytes, self.workload.row_bytes
+        rows_per_file = max(self.batch_rows, min(64 << 20, nbytes // 4) // row_bytes)
         file = None
-        for number, (x, y) in enumerate(workload.samples()):
+        for number, (x, y) in enumerate(self.workload.samples()):
             if number % rows_per_file == 0:
                 if file is not None:
                     file.close()
-                file = tf.io.TFRecordWriter(str(folder / f"{number // rows_per_file:05}.tfrecord"))
+                file = tf.io.TFRecordWriter(str(self.folder / f"{number // rows_per_file:05}.tfrecord"))
             features = {
                 "x": tf.train.Feature(bytes_list=tf.train.BytesList(value=[x.tobytes()])),
                 "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[int(y)])),
@@ -761,42 +711,37 @@ class Tfrecord(Adapter):
         if file is not None:
             file.close()
 
-    @staticmethod
-    def batches(folder: Path, workload: Workload, workers: int, *, shuffled: bool) -> Any:
+    def batches(self) -> Any:
         tf = tensorflow_module()
-        threads = workers or tf.data.AUTOTUNE
+        threads = self.workers or tf.data.AUTOTUNE
         features = {"x": tf.io.FixedLenFeature((), tf.string), "y": tf.io.FixedLenFeature((), tf.int64)}
 
         def parse(batch: Any) -> tuple[Any, Any]:
             parsed = tf.io.parse_example(batch, features)
             return tf.io.decode_raw(parsed["x"], tf.float32), parsed["y"]
 
-        files = tf.data.Dataset.list_files(str(folder / "*.tfrecord"), shuffle=shuffled)
+        files = tf.data.Dataset.list_files(str(self.folder / "*.tfrecord"), shuffle=self.shuffled)
         rows = files.interleave(  # 16 rows of one file at a time: less CPU than a row
             tf.data.TFRecordDataset, cycle_length=4, block_length=16, num_parallel_calls=threads,
-            deterministic=not shuffled,
+            deterministic=not self.shuffled,
         )  # fmt: skip
-        if shuffled:
-            rows = rows.shuffle(max(4 * workload.batch_rows, SHUFFLE_BYTES // workload.row_bytes))
-        batches = rows.batch(workload.batch_rows, drop_remainder=True)
+        if self.shuffled:
+            rows = rows.shuffle(max(4 * self.batch_rows, SHUFFLE_BYTES // self.workload.row_bytes))
+        batches = rows.batch(self.batch_rows, drop_remainder=True)
         batches = batches.map(parse, num_parallel_calls=threads).prefetch(tf.data.AUTOTUNE)
         options = tf.data.Options()
-        if workers:
-            options.threading.private_threadpool_size = workers
+        if self.workers:
+            options.threading.private_threadpool_size = self.workers
             options.threading.max_intra_op_parallelism = 1
         return batches.with_options(options)
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Epochs:
-        return Epochs(cls.batches(folder, workload, workers, shuffled=shuffled).as_numpy_iterator)
+    def epochs(self) -> Epochs:
+        return Epochs(self.batches().as_numpy_iterator)
 
-    @classmethod
-    def resume(
-        cls, folder: Path, workload: Workload, *, workers: int, state: bytes | None, batches: int | None
-    ) -> tuple[list[int], bytes]:
+    def resume(self, state: bytes | None, batches: int | None) -> tuple[list[int], bytes]:
         """With a checkpoint of the iterator, in which its shuffle buffer is."""
         tf = tensorflow_module()
-        epoch = iter(cls.batches(folder, workload, workers, shuffled=True))
+        epoch = iter(self.batches())
         checkpoint = tf.train.Checkpoint(epoch=epoch)
         with tempfile.TemporaryDirectory() as temporary:
             if state is not None:
@@ -811,34 +756,31 @@ class Tfrecord(Adapter):
 class Torchrl(Adapter):
     """torchrl: a ReplayBuffer over LazyMemmapStorage, sampled without replacement."""
 
-    @staticmethod
-    def storage(folder: Path, workload: Workload) -> Any:
+    def storage(self) -> Any:
         from torchrl.data import LazyMemmapStorage
 
-        return LazyMemmapStorage(workload.rows, scratch_dir=folder / "storage")
+        return LazyMemmapStorage(self.workload.rows, scratch_dir=self.folder / "storage")
 
-    @classmethod
-    def write(cls, folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         from torchrl.data import TensorDictReplayBuffer
 
-        storage = cls.storage(folder, workload)
-        buffer = TensorDictReplayBuffer(storage=storage, batch_size=workload.batch_rows)
-        for x, y in workload.chunks():
+        storage = self.storage()
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=self.batch_rows)
+        for x, y in self.workload.chunks():
             buffer.extend(tensordict_of(x, y))
-        buffer.storage.dumps(folder / "storage")  # where it is already: only its metadata
+        buffer.storage.dumps(self.folder / "storage")  # where it is already: only its metadata
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Epochs:
+    def epochs(self) -> Epochs:
         """Each epoch samples anew: a buffer goes on where the last iteration of it was left."""
         from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-        storage = cls.storage(folder, workload)
-        storage.loads(folder / "storage")
+        storage = self.storage()
+        storage.loads(self.folder / "storage")
 
         def epoch() -> Iterator[Batch]:
-            sampler = SamplerWithoutReplacement(drop_last=True, shuffle=shuffled)
+            sampler = SamplerWithoutReplacement(drop_last=True, shuffle=self.shuffled)
             return map(pair, ReplayBuffer(
-                storage=storage, sampler=sampler, batch_size=workload.batch_rows, prefetch=workers or None
+                storage=storage, sampler=sampler, batch_size=self.batch_rows, prefetch=self.workers or None
             ))  # fmt: skip
 
         return Epochs(epoch)
@@ -855,27 +797,28 @@ class Webdataset(Adapter):
     formats: that took a fifth less CPU than `.ten`, the faster one of the formats that it decodes of itself.
     """
 
-    @staticmethod
-    def write(folder: Path, workload: Workload) -> None:
+    def write(self) -> None:
         import webdataset as wds
 
         with wds.ShardWriter(
-            str(folder / "%04d.tar"), maxcount=-(-workload.rows // SHARDS), maxsize=1 << 40, verbose=0
+            str(self.folder / "%04d.tar"),
+            maxcount=-(-self.workload.rows // SHARDS),
+            maxsize=1 << 40,
+            verbose=0,
         ) as sink:
-            for x, y in workload.samples():
+            for x, y in self.workload.samples():
                 sink.write({"__key__": f"{y:09d}", "x.bin": x.tobytes(), "y.cls": int(y)})
 
-    @classmethod
-    def epochs(cls, folder: Path, workload: Workload, *, workers: int, shuffled: bool) -> Any:
+    def epochs(self) -> Any:
         import webdataset as wds
 
-        shards = sorted(str(path) for path in folder.glob("*.tar"))
-        dataset = wds.WebDataset(shards, shardshuffle=len(shards) if shuffled else False)
-        if shuffled:
-            dataset = dataset.shuffle(buffer_rows(workload))
+        shards = sorted(str(path) for path in self.folder.glob("*.tar"))
+        dataset = wds.WebDataset(shards, shardshuffle=len(shards) if self.shuffled else False)
+        if self.shuffled:
+            dataset = dataset.shuffle(buffer_rows(self.workload))
         dataset = dataset.decode(wds.handle_extension("bin", decode)).to_tuple("x.bin", "y.cls")
-        dataset = dataset.batched(workload.batch_rows, partial=False)
-        return wds.WebLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+        dataset = dataset.batched(self.batch_rows, partial=False)
+        return self.by_torch(wds.WebLoader, dataset, batch_size=None)
 
 
 ADAPTERS: dict[str, type[Adapter]] = {

@@ -1,19 +1,16 @@
-"""One case, in a fresh process of the peer's own environment: `python -m benchmarks.peers.case`.
+"""One case, in a fresh process of the peer's own environment: see `benchmarks.fresh`.
 
-`write PEER FOLDER WORKLOAD` stores the data set; `measure PEER FOLDER CASE` delivers it and prints one line
-of JSON: lists with a figure a run. A run is as many whole epochs as take half a second; beside each, the same
-consumer takes a quarter of its bytes, at least 256 MiB, from elsewhere in memory. The epoch before the
-first run is not counted: in it every row is looked at. Cold cases have no such epoch, and one run. Of every
-epoch the bytes are counted.
+`write` stores the data set; `measure` delivers it and returns lists with a figure a run. A run is as many
+whole epochs as take half a second; beside each, the same consumer takes a quarter of its bytes, at least 256
+MiB, from elsewhere in memory. The epoch before the first run is not counted: in it every row is looked at.
+Cold cases have no such epoch, and one run. Of every epoch the bytes are counted.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -56,8 +53,7 @@ class Case:
     spins: bool = False
 
     @staticmethod
-    def from_json(text: str) -> Case:
-        fields = json.loads(text)
+    def from_json(fields: dict[str, Any]) -> Case:
         return Case(**{**fields, "workload": Workload(**fields["workload"])})
 
 
@@ -128,7 +124,14 @@ def spinning(epochs: Iterable[Batch], workload: Workload) -> dict[str, list[floa
     return {"spin_kept": kept, "spin_gbps": given}
 
 
-def measure(name: str, folder: Path, case: Case) -> dict[str, Any]:
+def write(name: str, folder: str, workload: dict[str, int]) -> None:
+    adapter_of(name)(Path(folder), Workload(**workload)).write()
+
+
+def measure(name: str, folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+    # What a peer leaves behind when its parent dies is this process' to wait for: its time counts.
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    case = Case.from_json(fields)
     workload, consume = case.workload, consumer_of(case.consumer, case.workload)
     source = np.random.default_rng(0).random(
         (max(1, SOURCE_BYTES // workload.row_bytes), workload.columns), np.float32
@@ -136,7 +139,7 @@ def measure(name: str, folder: Path, case: Case) -> dict[str, Any]:
     figures: dict[str, list[float]] = {
         "gbps": [], "memcpy_gbps": [], "cpu_per_gb": [], "first_batch": []
     }  # fmt: skip
-    with adapter_of(name).loader(folder, workload, workers=case.workers, shuffled=case.shuffled) as epochs:
+    with adapter_of(name)(Path(folder), workload, case.workers, shuffled=case.shuffled) as epochs:
         if not case.is_cold:
             started = time.perf_counter()
             epoch = iter(epochs)
@@ -169,17 +172,3 @@ def measure(name: str, folder: Path, case: Case) -> dict[str, Any]:
         if case.spins:
             figures |= spinning(epochs, workload)
     return {"version": version(peer_of(name).distribution), "own_bytes": source.nbytes, **figures}
-
-
-def main() -> None:
-    action, name, folder, text = sys.argv[1:]
-    # What a peer leaves behind when its parent dies is this process' to wait for: its time counts.
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    if action == "write":
-        adapter_of(name).write(Path(folder), Workload(**json.loads(text)))
-        return
-    print("RESULT " + json.dumps(measure(name, Path(folder), Case.from_json(text))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

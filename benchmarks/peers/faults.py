@@ -150,7 +150,7 @@ class Bench:
             workers = victim.tree.workers()
             if not workers:
                 return Outcome("n/a", "no worker processes")
-            os.kill(workers[0].pid, signal.SIGKILL)
+            workers[0].kill()
             end = victim.end(30)
             passed = self.is_whole(end, MANY) or (end.is_error and self.is_part(end))
             return self._outcome(victim, passed, end.told(), seconds=10)
@@ -300,6 +300,16 @@ def told(outcome: dict[str, Any]) -> str:
         return str(outcome["verdict"])
     found = _CAME_BACK.search(outcome["detail"])
     return f"no error; {int(found[1]) if found else 0:,} of {MORE.rows:,} rows came back"
+
+
+def left_by(outcome: dict[str, Any]) -> str:
+    """The files that a fault left in /dev/shm or TMPDIR, but for empty ones."""
+    told = [
+        f"{place} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for place in ("shm", "tmp")
+        if (names := [name for name, nbytes in outcome["left"].get(place, {}).items() if nbytes])
+    ]
+    return f"; left: {', '.join(told)}" if told else ""
 
 
 def version_of(peer: Peer) -> str | None:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 
-from benchmarks.peers.registry import IN_PLACE, PEERS, STREAMED, Peer
-from benchmarks.peers.results import ROWS, Results, of_case
+from benchmarks.peers.registry import IN_PLACE, OWN, PEERS, STREAMED, Peer
+from benchmarks.peers.results import PLAIN, ROWS, Results
 
 KINDS = (STREAMED, IN_PLACE)
 PICTURES = Path(__file__).parents[1] / "pictures"
@@ -30,26 +31,21 @@ def throughput(found: pd.DataFrame) -> None:
     """A line a peer, by kind; a mark a row size."""
     import matplotlib.pyplot as plt
 
-    groups = [(kind, [peer for peer in PEERS if peer.kind == kind and not is_own(peer)]) for kind in KINDS]
-    lines: list[tuple[str, Peer | None]] = [("arrowcache", PEERS[0])]
+    groups = [(kind, [peer for peer in PEERS if peer.kind == kind and peer.name != OWN]) for kind in KINDS]
+    lines: list[tuple[str, Peer | None]] = [(OWN, PEERS[0])]
     for kind, peers in groups:
         lines += [(kind, None), *((peer.name, peer) for peer in peers)]
+    places = {name: place for place, (name, _) in enumerate(lines)}
+    plain = found[found["what"] == PLAIN]
     figure, panels = plt.subplots(1, 2, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
     for panel, workers in zip(panels, (0, 2), strict=True):
         for size, (row, color) in enumerate(zip(ROWS, ("C1", "C0", "C2"), strict=True)):
-            entries = of_case(found, row, workers)
-            points = [
-                (entries[peer.name]["over"], place)
-                for place, (_, peer) in enumerate(lines)
-                if peer and peer.name in entries
-            ]
-            if points:
-                panel.scatter(
-                    *zip(*points, strict=True), label=f"{ROWS[row]} rows", color=color, marker="os^"[size],
-                    s=26, zorder=3, alpha=0.9,
-                )  # fmt: skip
-            if "arrowcache" in entries:
-                own = entries["arrowcache"]["over"]
+            over = plain[(plain["row"] == row) & (plain["workers"] == workers)].set_index("peer")["over"]
+            panel.scatter(
+                over, over.index.map(places), label=f"{ROWS[row]} rows", color=color, marker="os^"[size],
+                s=26, zorder=3, alpha=0.9,
+            )  # fmt: skip
+            for own in over[over.index == OWN]:
                 panel.axvline(own, color=color, linewidth=0.8, linestyle="--", alpha=0.6)
         panel.set_xscale("log")
         panel.set_title("no workers" if not workers else f"{workers} workers", fontsize=10)
@@ -57,7 +53,7 @@ def throughput(found: pd.DataFrame) -> None:
         panel.grid(alpha=0.3)
         panel.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=8)
     for label, (_, peer) in zip(panels[0].get_yticklabels(), lines, strict=True):
-        label.set_weight("bold" if peer is None or is_own(peer) else "normal")
+        label.set_weight("bold" if peer is None or peer.name == OWN else "normal")
         label.set_style("normal" if peer is None or peer.is_packaged else "italic")
     panels[0].invert_yaxis()
     panels[1].legend(fontsize=7, loc="lower left")
@@ -66,21 +62,18 @@ def throughput(found: pd.DataFrame) -> None:
     plt.close(figure)
 
 
-def is_own(peer: Peer) -> bool:
-    return peer.name == "arrowcache"
-
-
 def cpu(found: pd.DataFrame) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 3, figsize=(10, 4), sharex=True, sharey=True, layout="constrained")
     names = [peer.name for peer in PEERS if peer.counts_cpu]
+    plain = found[found["what"] == PLAIN]
     for panel, row in zip(panels, ROWS, strict=True):
+        wide = plain[plain["row"] == row].pivot(index="peer", columns="workers", values="cpu_per_gb")
+        wide = wide.reindex(names, columns=[0, 2]).fillna(0.0)
         for offset, workers in ((-0.2, 0), (0.2, 2)):
-            entries = of_case(found, row, workers)
-            values = [entries[name]["cpu_per_gb"] if name in entries else 0.0 for name in names]
-            places = [place + offset for place in range(len(names))]
-            panel.barh(places, values, height=0.38, label=f"{workers} workers")
+            places = np.arange(len(names)) + offset
+            panel.barh(places, wide[workers], height=0.38, label=f"{workers} workers")
         panel.set_xscale("log")
         panel.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"], fontsize=8)
         panel.set_title(f"{ROWS[row]} rows", fontsize=10)
@@ -99,7 +92,7 @@ def rolling(runs: dict[str, dict[str, Any]]) -> None:
     """Of each run of arrowcache: the capacity used, and what came in and went out."""
     import matplotlib.pyplot as plt
 
-    own = {name: run for name, run in runs.items() if run["peer"] == "arrowcache" and "failed" not in run}
+    own = {name: run for name, run in runs.items() if run["peer"] == OWN and "failed" not in run}
     if not own:
         return
     figure, panels = plt.subplots(2, len(own), figsize=(3 * len(own), 4), layout="constrained", squeeze=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 STREAMED = "streaming data sets and caches"  # with a format of their own
 IN_PLACE = "memory indexed in place"  # arrays that are whole on this machine
+OWN = "arrowcache"  # the peer that is set beside all others
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,12 @@ PEERS = [
         "memory-mapped, one index a batch, torch DataLoader", kind=IN_PLACE,
     ),
 ]  # fmt: skip
+
+
+def by_kind() -> list[Peer]:
+    """All peers: arrowcache, then one kind after the other."""
+    return sorted(PEERS, key=lambda peer: (peer.name != OWN, peer.kind != STREAMED))
+
 
 #: Those that could not be had, and why.
 ABSENT: dict[str, str] = {}

@@ -15,14 +15,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.harness import hardware, machine
 from benchmarks.peers.case import Case
-from benchmarks.peers.registry import PEERS
+from benchmarks.peers.registry import by_kind
 
 #: The sizes of a row that are compared, in bytes, and their names.
 ROWS = {1 << 10: "1 KiB", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
+#: What a case is: warm, shuffled and copied; or in which of these it differs.
+PLAIN, READ, IN_ORDER, COLD = "", " read", " in order", " cold"
 PATH = Path(__file__).parent / "results.json"
 #: Lists with a value a run, or one value.
 FIGURES = (
@@ -81,7 +84,8 @@ class Results:
         self._path.write_text(f"{{\n{text}\n}}\n")
 
     def frame(self) -> pd.DataFrame:
-        """A row a case that did not fail: medians, `over` memcpy, the runs of each figure, what its peer is.
+        """A row a case that did not fail, by kinds of peers: `what` it is, medians and
+        runs of each figure, `over` memcpy, what its peer is.
 
         What the same consumer takes of rows that lie in memory is the median over all peers, not of the entry
         alone: some peers' threads and processes go on working while theirs is measured.
@@ -98,24 +102,12 @@ class Results:
         memcpy = found.groupby(["row", "consumer", "is_cold"])["memcpy_gbps"].transform("median")
         found["over"] = found["gbps"] / memcpy
         peers = pd.DataFrame(
-            {"peer": peer.name} | {name: getattr(peer, name) for name in _TRAITS} for peer in PEERS
+            {"peer": peer.name} | {name: getattr(peer, name) for name in _TRAITS} for peer in by_kind()
         )
-        return found.merge(peers, on="peer")
-
-
-def of_case(
-    found: pd.DataFrame,
-    row: int,
-    workers: int = 0,
-    consumer: str = "copy",
-    *,
-    shuffled: bool = True,
-    is_cold: bool = False,
-) -> dict[str, Any]:
-    """The row of each peer that has one of a case: warm, shuffled, copied and without workers unless said."""
-    wanted = {"row": row, "workers": workers, "consumer": consumer, "shuffled": shuffled, "is_cold": is_cold}
-    these = found[(found[[*wanted]] == pd.Series(wanted)).all(axis=1)]
-    return {entry["peer"]: entry for _, entry in these.iterrows()}
+        kinds = [found["consumer"] == "read", found["shuffled"].ne(True), found["is_cold"].eq(True)]
+        what = np.select(kinds, [READ, IN_ORDER, COLD], PLAIN)
+        found["what"] = pd.Categorical(what, [PLAIN, READ, IN_ORDER, COLD], ordered=True)
+        return peers.merge(found, on="peer")
 
 
 def circumstances() -> dict[str, Any]:

@@ -46,11 +46,18 @@ ROLLING = {
     **{f"{name}, 60 s": (name, MINUTE) for name in _OTHERS_THAT_ROLL},
     **{f"{name}, 10 min": (name, TEN_MINUTES) for name in _OTHERS_THAT_ROLL},
 }
-TITLES = (
-    "peer", "asked in, MB/s", "in", "out", "filled after, s", "over capacity, bytes", "age, s: mean", "worst",
-    "waits: of 1 ms and more", "all", "the loader's own account", "samplers waited, s", "evicted unread",
-    "processors", "rows, filling included", "wrong", "torn, one a batch looked at",
-)  # fmt: skip
+#: The table's columns: what of a run, and in which form. NaN is not known, and a dash.
+COLUMNS: dict[str, tuple[str, str]] = {
+    "peer": ("peer", ""), "asked in, MB/s": ("asked_mbps", ".0f"), "in": ("in_mbps", ".0f"),
+    "out": ("out_mbps", ".0f"), "filled after, s": ("filled", ""),
+    "over capacity, bytes": ("over_bytes", ","),
+    "age, s: mean": ("age_mean", ".2f"), "worst": ("age_worst", ".2f"),
+    "waits: of 1 ms and more": ("stall_share", ".2%"), "all": ("waited_share", ".2%"),
+    "the loader's own account": ("own_stall_share", ".2%"),
+    "samplers waited, s": ("sampler_waiting_seconds", ".1f"), "evicted unread": ("unread_share", ".1%"),
+    "processors": ("processors", ".2f"), "rows, filling included": ("rows", ","), "wrong": ("rows_wrong", ""),
+    "torn, one a batch looked at": ("rows_torn", ""),
+}  # fmt: skip
 
 
 class Watch:
@@ -154,33 +161,34 @@ def measure(peer: str, folder: Path, plan: Plan, seconds: float) -> dict[str, An
     }
 
 
-def table_row(result: dict[str, Any]) -> str:
-    def cell(value: float, form: str) -> str:
-        return "-" if math.isnan(value) else format(value, form)
-
-    plan = result["plan"]
-    is_filled = result["fill_seconds"] < FILL_SECONDS
+def table_row(result: dict[str, Any]) -> list[str]:
+    """The cells of a run, by COLUMNS."""
     never = f"never: {result['most_bytes'] / result['limit_bytes']:.0%} at most"
-    cells = (
-        result["peer"],
-        f"{plan['in_rate'] / MB:.0f}",
-        f"{result['in_mbps']:.0f}",
-        f"{result['out_mbps']:.0f}",
-        f"{result['fill_seconds']:.0f}" if is_filled else never,
-        f"{result['over_bytes']:,}",
-        cell(result["age_mean"], ".2f"),
-        cell(result["age_worst"], ".2f"),
-        f"{result['stall_share']:.2%}",
-        f"{result['waited_share']:.2%}",
-        cell(result["own_stall_share"], ".2%"),
-        cell(result["sampler_waiting_seconds"], ".1f"),
-        cell(result["unread_share"], ".1%"),
-        f"{result['processors']:.2f}",
-        f"{result['rows']:,}",
-        str(result["rows_wrong"]),
-        str(result["rows_torn"]),
-    )
-    return "| " + " | ".join(cells) + " |"
+    filled = f"{result['fill_seconds']:.0f}" if result["fill_seconds"] < FILL_SECONDS else never
+    values = result | {"asked_mbps": result["plan"]["in_rate"] / MB, "filled": filled}
+    cells = ((values[name], form) for name, form in COLUMNS.values())
+    return ["-" if value != value else format(value, form) for value, form in cells]
+
+
+def facts(result: dict[str, Any]) -> list[str]:
+    """Facts about a run that its row of the table does not show."""
+    found, plan, most, limit = [], result["plan"], result["most_bytes"], result["limit_bytes"]
+    if result["fill_seconds"] >= FILL_SECONDS:
+        found.append(
+            f"never filled, at most {most / 1e9:.2f} of {limit / 1e9:.2f} GB in {FILL_SECONDS:.0f} s"
+        )
+    if "remote_bytes" in result["facts"]:
+        came, went = result["in_mbps"], result["out_mbps"]
+        found.append(
+            f"{came / went:.2f} bytes came by the link for each that was delivered, "
+            f"at {came * MB / plan['in_rate']:.2f} of the link's rate"
+        )
+    if (above := limit - plan["capacity_bytes"]) > 0:
+        used = most - plan["capacity_bytes"]
+        found.append(
+            f"its limit was {above:,} bytes above the others', and it used {used:,} bytes more than they may"
+        )
+    return found
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -226,7 +234,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Print the row of a run. Returns: all of it."""
     options = parse(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="rolling-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,9 +250,9 @@ def main(arguments: list[str] | None = None) -> None:
             folder.rmdir()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
-    print("| " + " | ".join(TITLES) + " |")
-    print("|" + "---|" * len(TITLES))
-    print(table_row(result))
+    for cells in (COLUMNS, ["---"] * len(COLUMNS), table_row(result)):
+        print("| " + " | ".join(cells) + " |")
+    return result
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from benchmarks.peers.adapters import (
     reverb_table,
     streaming_module,
     tensordict_of,
+    write_mds,
 )  # fmt: skip
 from benchmarks.peers.stream import Plan, Running, Source, fill, pool_of, publishing
-from benchmarks.peers.workload import Batch, Samples
+from benchmarks.peers.workload import Batch
 from benchmarks.usage import Footprint, status_bytes
 
 Put = Callable[[NDArray[np.float32], NDArray[np.int64]], None]
@@ -207,16 +208,6 @@ CREDENTIALS = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
 WORKERS = 2
 
 
-def chunks(plan: Plan) -> Iterator[Samples]:
-    """The data set in order, a block at a time; each is overwritten by the next. Its rows have no age."""
-    pool = pool_of(plan)
-    for start in range(0, plan.rows, plan.block_rows):
-        ids = np.arange(start, min(start + plan.block_rows, plan.rows))
-        x = np.empty((len(ids), plan.columns), np.float32)
-        fill(x, ids, pool, 0.0)
-        yield x, ids
-
-
 class Afar:
     """A peer that keeps `capacity_bytes` of a data set in a store: tests/object_store.py, in a thread.
 
@@ -276,9 +267,8 @@ class Litdata(Afar):
         from litdata.streaming import Cache
 
         cache = Cache(str(data), chunk_bytes=plan.segment_bytes)
-        for xs, ys in chunks(plan):
-            for x, y in zip(xs, ys.tolist(), strict=True):
-                cache[y] = {"x": x.copy(), "y": y}
+        for x, y in plan.samples():
+            cache[int(y)] = {"x": x, "y": int(y)}
         cache.done()
         cache.merge()
 
@@ -316,12 +306,7 @@ class Streaming(Afar):
 
     @staticmethod
     def write(data: Path, plan: Plan) -> None:
-        columns = {"x": f"ndarray:float32:{plan.columns}", "y": "int"}
-        writer = streaming_module().MDSWriter(out=str(data), columns=columns, size_limit=plan.segment_bytes)
-        with writer:
-            for xs, ys in chunks(plan):
-                for x, y in zip(xs, ys.tolist(), strict=True):
-                    writer.write({"x": x, "y": y})
+        write_mds(data, plan, size_limit=plan.segment_bytes)
 
     @staticmethod
     def loader(handle: dict[str, str], plan: Plan) -> Any:

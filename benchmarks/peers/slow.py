@@ -11,8 +11,6 @@ Results: benchmarks/RESULTS.md, "cached".
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +18,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+
+from benchmarks.fresh import fresh
 
 EPOCHS, SHOWN = 5, (1, 2, 5)
 _MAX_SECONDS = 900  # of one peer
@@ -48,21 +48,21 @@ WAYS = [
 ]
 
 
-def measure(way: Way) -> None:
-    """Print the seconds until the end of each epoch, and the version of what was measured, as JSON."""
+def measure(word: str, distribution: str) -> tuple[str, list[float]]:
+    """The version of what was measured, and the seconds until the end of each epoch."""
     from benchmarks.peers.slow_ways import WAYS, check
 
     with tempfile.TemporaryDirectory(prefix="slow-") as folder:
         started, seconds = time.perf_counter(), []
-        for batches in islice(WAYS[way.word](Path(folder)), EPOCHS):
+        for batches in islice(WAYS[word](Path(folder)), EPOCHS):
             check(batches)
             seconds.append(time.perf_counter() - started)
-        print("RESULT", json.dumps([version(way.distribution), seconds]), flush=True)
+        return version(distribution), seconds
 
 
 def main(words: list[str]) -> None:
     from benchmarks.harness import machine
-    from benchmarks.peers.__main__ import ROOT, interpreter
+    from benchmarks.peers.__main__ import interpreter
 
     print(machine())
     print("| kept by | version |", *(f"{number} done, s |" for number in SHOWN))
@@ -70,18 +70,13 @@ def main(words: list[str]) -> None:
     for way in WAYS:
         if words and way.word not in words:
             continue
-        command = [str(interpreter(way.environment)), "-m", "benchmarks.peers.slow", "measure", way.word]
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=_MAX_SECONDS
-        )
-        result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-        number, seconds = json.loads(result.removeprefix("RESULT "))
+        number, seconds = fresh(
+            "benchmarks.peers.slow:measure", way.word, way.distribution,
+            python=interpreter(way.environment), timeout=_MAX_SECONDS,
+        )  # fmt: skip
         cells = " | ".join(f"{seconds[epoch - 1]:.1f}" for epoch in SHOWN)
         print(f"| {way.name} | {number} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["measure"]:
-        measure({way.word: way for way in WAYS}[sys.argv[2]])
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

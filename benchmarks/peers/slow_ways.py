@@ -33,11 +33,14 @@ class Slow(Dataset[tuple[torch.Tensor, int]]):
     NumPy makes it: in processes that are no DataLoader's workers torch's threads would spin after each.
     """
 
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+
     def __len__(self) -> int:
         return ITEMS
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(SECONDS)
+        time.sleep(self._seconds)
         return torch.from_numpy(np.full(NUMBERS, index, np.float32)), index
 
 

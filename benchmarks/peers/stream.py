@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.workload import Samples
+from benchmarks.peers.workload import Samples, Workload
 
 POOL_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20  # a sampler yields so much at once
@@ -36,7 +36,7 @@ COUNTERS = PUBLISHED + MAX_SAMPLERS
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Workload):
     """One run of the rolling case.
 
     Args:
@@ -51,9 +51,6 @@ class Plan:
         origin: on the monotonic clock, which all processes of a machine share; ages count from it.
     """
 
-    row_bytes: int
-    rows: int
-    batch_rows: int
     capacity_bytes: int
     in_rate: float
     out_rate: float
@@ -65,20 +62,21 @@ class Plan:
     origin: float
 
     @property
-    def columns(self) -> int:
-        return self.row_bytes // 4
-
-    @property
     def batch_bytes(self) -> int:
         return self.row_bytes * self.batch_rows
 
     @property
-    def data_bytes(self) -> int:
-        return self.row_bytes * self.rows
-
-    @property
     def block_rows(self) -> int:
         return max(1, BLOCK_BYTES // self.row_bytes)
+
+    def chunks(self) -> Iterator[Samples]:
+        """The data set in order, a block at a time. Its rows have no age."""
+        pool = pool_of(self)
+        for start in range(0, self.rows, self.block_rows):
+            ids = np.arange(start, min(start + self.block_rows, self.rows))
+            x = np.empty((len(ids), self.columns), np.float32)
+            fill(x, ids, pool, 0.0)
+            yield x, ids
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,13 @@ def _torn(x: NDArray[np.float32], y: NDArray[np.int64]) -> int:
 
 def write(name: str, folder: Path, workload: Workload, *, slowly: bool) -> None:
     kind = Slow if slowly else Workload
-    adapter_of(name).write(folder, kind(**workload.to_json()))
+    adapter_of(name)(folder, kind(**workload.to_json())).write()
 
 
 def read(name: str, folder: Path, workload: Workload, *, workers: int) -> None:
     """Read an epoch; rows that were delivered are told even where an error ends it."""
     seen, torn = [np.empty(0, np.int64)], 0
-    with adapter_of(name).loader(folder, workload, workers=workers, shuffled=True) as epochs:
+    with adapter_of(name)(folder, workload, workers) as epochs:
         try:
             for number, batch in enumerate(epochs):
                 x, y = np.asarray(batch[0]), np.asarray(batch[1]).reshape(-1)
@@ -104,14 +104,9 @@ def resume(
     after: str,
 ) -> None:
     """Read some batches from the beginning, or from the state in a file; the state after them is another."""
-    adapter = adapter_of(name)
-    rows, then = adapter.resume(  # type: ignore[attr-defined]
-        folder,
-        workload,
-        workers=workers,
-        state=None if state is None else Path(state).read_bytes(),
-        batches=batches,
-    )
+    peer: Any = adapter_of(name)(folder, workload, workers)
+    with peer.opened:
+        rows, then = peer.resume(None if state is None else Path(state).read_bytes(), batches)
     Path(after).write_bytes(then)
     _say("ROWS", rows=[int(row) for row in rows])
 
@@ -126,76 +121,68 @@ def main() -> None:
 # -- What it leaves behind ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    pid: int
-    started: int  # ticks since boot: with the pid, nobody else's
-    command: str
-
-
 class Tree:
     """All processes of a program that `alive` ever saw: those below it, and those that carry its mark."""
 
     def __init__(self, root: int, mark: str) -> None:
-        self._root = root
-        self._mark = f"{MARK}={mark}".encode()
-        self._seen: set[tuple[int, int]] = set()
+        self._root, self._mark = root, mark
+        self._seen: set[Any] = set()
 
-    def alive(self) -> list[Process]:
+    def alive(self) -> list[Any]:
         """Those that live, the root among them. Once its parent is dead, one without the mark is only found
         if it was seen before."""
-        parents: dict[int, int] = {}
-        known: dict[int, Process] = {}
-        for folder in Path("/proc").iterdir():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except (OSError, ValueError):
-                continue
-            if folder.name.isdigit() and fields[0] not in "ZX":
-                pid = int(folder.name)
-                parents[pid] = int(fields[1])
-                known[pid] = Process(pid, int(fields[19]), command.strip())
-        for pid, process in known.items():
-            if self._is_below(pid, parents) or self._is_marked(pid):
-                self._seen.add((pid, process.started))
-        return [process for pid, process in sorted(known.items()) if (pid, process.started) in self._seen]
+        import psutil
 
-    def workers(self) -> list[Process]:
+        with suppress(psutil.Error):
+            root = psutil.Process(self._root)
+            self._seen |= {root, *root.children(recursive=True)}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    self._seen.add(process)
+        return sorted((process for process in self._seen if _lives(process)), key=lambda each: each.pid)
+
+    def workers(self) -> list[Any]:
         """Those that do the work: below the root, nobody's parent, and no helper.
 
         Where there are Ray's, only its workers that have something to do.
         """
-        alive = [process for process in self.alive() if process.pid != self._root]
+        alive = {process: command(process) for process in self.alive() if process.pid != self._root}
         pids = {process.pid for process in alive}
         leaves = [
             process
-            for process in alive
-            if not pids & {*children(process.pid)} and not any(name in process.command for name in _HELPERS)
+            for process, said in alive.items()
+            if not pids & {*children(process.pid)} and not any(name in said for name in _HELPERS)
         ]
-        of_ray = [process for process in leaves if process.command.startswith("ray::")]
-        busy = [process for process in of_ray if "IDLE" not in process.command]
-        return (busy or of_ray or leaves) if any("raylet" in p.command for p in alive) else leaves
+        of_ray = [process for process in leaves if alive[process].startswith("ray::")]
+        busy = [process for process in of_ray if "IDLE" not in alive[process]]
+        return (busy or of_ray or leaves) if any("raylet" in said for said in alive.values()) else leaves
 
     def kill(self) -> None:
-        for process in self.alive():
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        import psutil
 
-    def _is_below(self, pid: int, parents: dict[int, int]) -> bool:
-        while pid > 1:
-            if pid == self._root:
-                return True
-            pid = parents.get(pid, 0)
+        for process in self.alive():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _lives(process: Any) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
 
-    def _is_marked(self, pid: int) -> bool:
-        try:
-            return self._mark in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
+
+def command(process: Any) -> str:
+    """The line by which a process was started; "" if it has ended."""
+    import psutil
+
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def in_short(found: dict[str, int], most: int = 8) -> dict[str, int]:
@@ -312,7 +299,7 @@ class Victim:
         until = time.monotonic() + seconds
         while (alive := self.tree.alive()) and time.monotonic() < until:
             time.sleep(0.1)
-        return [process.command.replace(f"{ROOT}/", "")[:120] for process in alive]
+        return [command(process).replace(f"{ROOT}/", "")[:120] for process in alive]
 
     def left(self) -> dict[str, dict[str, int]]:
         shm = {name: size for name, size in files(SHM).items() if name not in self._shm_before}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +12,7 @@ import pytest
 from page_cache import counts_pages
 
 from benchmarks import usage
+from benchmarks.fresh import fresh
 from benchmarks.harness import hardware
 from benchmarks.peers import rolling, slow
 from benchmarks.peers.case import Case, adapter_of, check, consumer_of
@@ -158,12 +156,10 @@ def test_files_that_are_mapped_stay_and_that_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_a_case_of_arrowcache_runs_in_a_process_of_its_own(tmp_path):
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    workload, run = Workload(4096, rows=512, batch_rows=16), [sys.executable, "-m", "benchmarks.peers.case"]
-    write = ["write", "arrowcache", str(tmp_path), json.dumps(workload.to_json())]
-    subprocess.run([*run, *write], check=True, timeout=120)
-    measure = ["measure", "arrowcache", str(tmp_path), json.dumps(asdict(Case(workload, spins=True)))]
-    done = subprocess.run([*run, *measure], check=True, timeout=120, stdout=subprocess.PIPE, text=True)
-    figures = json.loads(done.stdout.partition("RESULT ")[2])
+    workload = Workload(4096, rows=512, batch_rows=16)
+    fresh("benchmarks.peers.case:write", "arrowcache", str(tmp_path), workload.to_json(), timeout=120)
+    case = asdict(Case(workload, spins=True))
+    figures = fresh("benchmarks.peers.case:measure", "arrowcache", str(tmp_path), case, timeout=120)
     assert all(len(figures[name]) == 5 for name in ("gbps", "memcpy_gbps", "cpu_per_gb", "first_batch"))
     assert all(value > 0 for name in ("gbps", "memcpy_gbps", "start", "spin_kept") for value in figures[name])
 
@@ -183,7 +179,7 @@ def test_every_peer_has_its_adapter_and_its_environment():
     for peer in PEERS:
         adapter = adapter_of(peer.name)
         assert callable(adapter.write)
-        assert callable(adapter.loader)
+        assert callable(adapter.epochs)
         assert (ROOT / "constraints" / f"{peer.environment}.txt").exists()
     assert len({peer.name for peer in PEERS}) == len({peer.module for peer in PEERS}) == len(PEERS)
 

@@ -188,8 +188,8 @@ def _options_of(loader: NumpyLoader) -> dict[str, Any]:
     """Return the options of a loader that those of `packed` are. Raises: ValueError: another one matters."""
     if isinstance(loader, PackedLoader):
         raise TypeError(
-            "this loader is what packed() returned, and has no documents to pack: give packed() the cache, or "
-            "the Loader that this one was made of"
+            "this loader is what packed() returned, and has no documents to pack: give packed() the cache, "
+            "or the Loader that this one was made of"
         )
     if loader._face != NumpyLoader._face and not isinstance(loader, Loader):
         raise TypeError(

@@ -179,6 +179,21 @@ def test_a_transform_and_a_collate_function_do_what_they_do_in_a_dataloader(path
             assert sorted(itertools.chain.from_iterable(loader)) == [*range(20)]
 
 
+@pytest.mark.parametrize("wrap", [lambda array: array, lambda array: {"y": [array]}], ids=["array", "inside"])
+def test_a_masked_array_of_a_transform_is_refused(path, wrap):
+    """The batch had what lies behind the mask."""
+
+    def transform(item):
+        return wrap(np.ma.array([item["y"], 1], mask=[True, False]))
+
+    with (
+        cached(Numbers(8), path, capacity="16MiB", transform=transform) as train,
+        Loader(train, 8, workers=0) as loader,
+        pytest.raises(TypeError, match=r"an item has a masked array, whose mask .*\.filled\(0\)"),
+    ):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("workers", [0, 3], ids=["here", "3"])  # more than a small machine's processors
 def test_each_item_comes_once_an_epoch_in_an_order_of_its_own_and_is_made_once(path, log, workers):
     with cached(Numbers(LENGTH, log), path, capacity="64MiB") as train:

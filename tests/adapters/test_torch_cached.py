@@ -6,6 +6,7 @@ import ast
 import copy
 import datetime as dt
 import io
+import multiprocessing
 import os
 import pickle
 import random
@@ -25,7 +26,7 @@ import pytest
 import torch
 from begun import own_children
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
-from helpers import flip_byte, in_child, limit, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, flip_byte, in_child, limit, segment_files, wait_until
 from processes import Child, Script, private_mounts, small_disk
 from quick import first_is_quick, one_in
 from torch.utils.data import (
@@ -42,6 +43,7 @@ import arrowcache as ac
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
 from arrowcache.torch import CachedDataset, Loader, cached
+from arrowcache.torch.worker_processes import end_workers
 
 
 def epoch(train, **options) -> None:
@@ -721,6 +723,39 @@ def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
             train.fill(workers=2, progress=False)
         wait_until(lambda: not own_children(), "the workers to end")
         assert caught.tb is not None
+
+
+def test_the_workers_of_a_fill_that_ctrl_c_ends_finish_the_items_they_are_at_and_begin_no_others(
+    path, monkeypatch
+):
+    """Each went on to the end of its batch of items; torch waited 5 s for it, then killed it."""
+    goes_on, begun = multiprocessing.Semaphore(1), multiprocessing.Value("i", 0)
+
+    class Gated(Numbers):
+        def __getitem__(self, index):
+            with begun:
+                begun.value += 1
+            assert goes_on.acquire(timeout=DEADLINE_SECONDS)
+            return super().__getitem__(index)
+
+    def interrupt() -> None:
+        wait_until(lambda: begun.value == 3, "both workers to be at an item")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def release_and_end(answers) -> None:
+        for _ in range(40):
+            goes_on.release()
+        end_workers(answers)
+
+    monkeypatch.setattr("arrowcache.torch.cached_dataset.end_workers", release_and_end)
+    with cached(Gated(40), path, capacity="16MiB") as train, ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train.fill(workers=2, progress=False)
+        interrupting.result()
+        assert not own_children()
+        assert begun.value == 3
+        assert train.cached == 3
 
 
 @pytest.mark.parametrize("given", [[4], [], [4, 5, 5]], ids=["fewer", "none", "more"])

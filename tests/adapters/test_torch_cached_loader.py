@@ -924,8 +924,10 @@ def test_a_cache_that_is_gone_leaves_a_slow_loader(path, workers):
         ({"workers": 257}, ValueError, "workers"),
         ({"prefetch": -1}, ValueError, "prefetch"),
         ({"collate_fn": 3}, TypeError, "collate_fn"),
-        ({"rank": 0}, ValueError, "rank=0 and world_size=None go together"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank=2"),
+        ({"rank": 0}, ValueError, "rank=0 and world_size=None go together: pass world_size, too"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank=2 of world_size=2: ranks count from 0"),
+        ({"rank": 0.0, "world_size": 2}, TypeError, "rank must be an int or None, not 0.0"),
+        ({"rank": 0, "world_size": 2**21}, ValueError, "world_size=2097152 must be an int of at most"),
         ({"device": "cuda:99"}, ValueError, "'cpu'"),
         ({"shufle": True}, TypeError, "no argument 'shufle': did you mean shuffle="),
         (

@@ -22,7 +22,7 @@ import torch
 from begun import own_children, own_threads
 from datasets_of_items import KINDS, Items, Large, Numbers, check, made, pairs, same, there
 from helpers import flip_byte, in_child, limit, segment_files, wait_until
-from interruptions import interruptions, library
+from interruptions import Interruption, files, interruptions, library
 from nested import Scan
 from processes import METHODS, Script
 from quick import SEED, one_in, some_of
@@ -577,6 +577,41 @@ def test_a_stop_iteration_of_a_function_is_an_error_and_no_end(path, where, work
             list(Loader(train, 5, workers=workers, **collate))
         with pytest.raises(RuntimeError, match=r"StopIteration|the stream is over"):
             list(Loader(train, 5, workers=workers, device="cpu", **collate))
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["here", "in a child"])
+def test_a_loader_that_is_collected_amid_a_read_leaves_the_read_alone(path, forks):
+    """It drained its dataset, and the read found its snapshot closed, 10 s later."""
+
+    def body() -> None:
+        assert train[3]["y"] == 3
+        with Interruption(0, files("snapshot.py", functions=("gather",)), error=forgotten.clear) as at:
+            assert train[4]["y"] == 4
+        assert at.where
+
+    with cached(Numbers(20), path, capacity="16MiB") as train:
+        train.fill(workers=0, progress=False)
+        forgotten = [Loader(train, 5, workers=0)]
+        if forks:
+            with in_child(body):
+                pass
+        else:
+            body()
+
+
+def test_a_child_that_closes_a_loader_leaves_the_parent_its_workers(path):
+    def is_made_by_worker(items):
+        return get_worker_info() is not None
+
+    with (
+        cached(Numbers(40), path, capacity="16MiB") as train,
+        Loader(train, 5, workers=2, collate_fn=is_made_by_worker) as loader,
+    ):
+        batches = iter(loader)
+        assert next(batches)
+        with in_child(loader.close):
+            pass
+        assert [*batches] == [True] * 7
 
 
 def test_an_epoch_nobody_asked_is_begun_again(train):

@@ -12,9 +12,11 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import textwrap
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +45,6 @@ import arrowcache as ac
 from arrowcache.storage.claims import Claims
 from arrowcache.storage.layout import CLAIMS_LOCK
 from arrowcache.torch import CachedDataset, Loader, cached
-from arrowcache.torch.worker_processes import end_workers
 
 
 def epoch(train, **options) -> None:
@@ -725,9 +726,7 @@ def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
         assert caught.tb is not None
 
 
-def test_the_workers_of_a_fill_that_ctrl_c_ends_finish_the_items_they_are_at_and_begin_no_others(
-    path, monkeypatch
-):
+def test_the_workers_of_a_fill_that_ctrl_c_ends_finish_the_items_they_are_at_and_begin_no_others(path):
     """Each went on to the end of its batch of items; torch waited 5 s for it, then killed it."""
     goes_on, begun = multiprocessing.Semaphore(1), multiprocessing.Value("i", 0)
 
@@ -738,16 +737,17 @@ def test_the_workers_of_a_fill_that_ctrl_c_ends_finish_the_items_they_are_at_and
             assert goes_on.acquire(timeout=DEADLINE_SECONDS)
             return super().__getitem__(index)
 
+    def is_ending() -> bool:
+        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+        return any(frame.f_code.co_name == "end_workers" for frame, _ in frames)
+
     def interrupt() -> None:
         wait_until(lambda: begun.value == 3, "both workers to be at an item")
         os.kill(os.getpid(), signal.SIGINT)
-
-    def release_and_end(answers) -> None:
+        wait_until(is_ending, "the workers to be ended")
         for _ in range(40):
             goes_on.release()
-        end_workers(answers)
 
-    monkeypatch.setattr("arrowcache.torch.cached_dataset.end_workers", release_and_end)
     with cached(Gated(40), path, capacity="16MiB") as train, ThreadPoolExecutor(1) as pool:
         interrupting = pool.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -96,8 +96,8 @@ class Board:
                 ("Leases: none", _LEASE, [_lease(lease, seen) for lease in seen.leases]),
             ):
                 parts.append(Table(head, rows, right=_RIGHT) if rows else title)
-            if advice := sorted({each.reads.advice for each in seen.samplers} - {""}):
-                parts.append(f"Samplers: {'; '.join(advice)}")
+            if advice := _advice(seen):
+                parts.append(f"Samplers: {advice}")
         return Card("Cache", str(self.path), parts)
 
     def line(self) -> str:
@@ -107,12 +107,16 @@ class Board:
             return f"{self._clock()} {self.error}"
         rates = ", ".join(f"{name} {_newest(values)}" for name, values in _rates(self.history).items())
         counts = (
-            f"{len(seen.leases)} leases, {len(seen.waiting)} waiting, {len(seen.loaders)} loaders, "
-            f"{len(seen.samplers)} samplers"
+            f"{format_count(len(seen.leases), 'lease')}, {len(seen.waiting):,} waiting, "
+            f"{format_count(len(seen.loaders), 'loader')}, {format_count(len(seen.samplers), 'sampler')}"
         )
         rows = sum(sampler.rows for sampler in seen.samplers)
         drawn = f" ({format_count(rows, 'row')} drawn)" if rows else ""
-        return f"{self._clock()} {seen.stats.parts()[0]}; {rates}; {counts}{drawn}"
+        reads = [f"reads of {each.pid}: {each.reads.text}" for each in seen.samplers if each.reads.text]
+        parts = [str(seen.stats.parts()[0]), rates, f"{counts}{drawn}", *reads]
+        if advice := _advice(seen):
+            parts.append(f"samplers: {advice}")
+        return f"{self._clock()} {'; '.join(parts)}"
 
     def _clock(self) -> str:
         seen = None if self.error else self.history.last
@@ -185,6 +189,11 @@ def _rates(history: History) -> dict[str, list[float]]:
         "evicted": [moment.evicted_bytes_per_second for moment in moments],
         "delivered": [moment.delivered_bytes_per_second for moment in moments],
     }
+
+
+def _advice(seen: Observation) -> str:
+    """Return advice on how to draw faster. Empty: there is none."""
+    return "; ".join(sorted({each.reads.advice for each in seen.samplers} - {""}))
 
 
 def _newest(rates: Sequence[float]) -> str:

@@ -103,6 +103,7 @@ class Publisher:
         self._full: SegmentBuilder | None = None  # the one before, until it is published
         self._writing = threading.RLock()  # held while a segment is written; never together with `lock`
         self.lock = threading.RLock()
+        self._inside = threading.Condition(self.lock)  # tells whether this thread holds it
         self._oldest = self._latest = time.monotonic()  # of unpublished items; of all requests
         self._may_be_full = True  # there was no room when something was last published, or none is known of
         self._may_merge = False  # a part was published since the last look
@@ -295,8 +296,13 @@ class Publisher:
     def drain(self) -> None:
         """Publish what was put, end the lease and the thread, until the next request: before a fork.
 
+        Where a finalizer or a signal handler calls this amid a request of its thread, the thread does it soon.
         Blocks: while that is written, and while small segments are merged.
         """
+        if self._is_inside():
+            self._latest, self._must_end = -IDLE_SECONDS, True
+            self._wake.put(None)
+            return
         self.publish()
         with self.lock:
             if self._is_empty:
@@ -309,6 +315,13 @@ class Publisher:
             self._wake.put(None)
             thread.join(_JOIN_SECONDS)
         self._merge()
+
+    def _is_inside(self) -> bool:
+        try:
+            self._inside.notify()
+        except RuntimeError:  # the lock is another thread's, or nobody's
+            return False
+        return True
 
     def close(self) -> None:
         """Publish what was put, and end, with all claims. Idempotent; does nothing in a forked child."""

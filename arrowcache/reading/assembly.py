@@ -229,7 +229,7 @@ class RowAssembly(Assembly):
     def wanted(self) -> int:
         workers, prefetch = self._options.workers, self._options.prefetch
         if prefetch is not None:
-            return prefetch + workers
+            return prefetch + max(1, workers)
         usual = self.read_mode.batches_ahead(self._batch_rows, self._batch_bytes)
         if self._makes_views:  # which cost no memory ahead
             usual = max(usual, self._most_batches + min(_MAX_FETCHED, _READ_AHEAD_BYTES // self._batch_bytes))

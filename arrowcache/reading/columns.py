@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.schema import Binary, FixedType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.arrow.segment import element_bytes
 from arrowcache.errors import CorruptSegmentError, called
@@ -321,7 +322,7 @@ class ColumnFunctions:
         """Call them.
 
         Raises: as they do, with the column's name in a note. TypeError, ValueError: not an array, or one of
-            other rows. RuntimeError: one raised StopIteration.
+            other rows or with a mask. RuntimeError: one raised StopIteration.
         """
         for name, function in self._functions.items():
             column = batch[name]
@@ -341,6 +342,7 @@ def _require_rows(name: str, result: object, rows: int) -> NDArray[Any]:
             f"the function of column {name!r} returned {type(result).__name__}, not an array: return an "
             f"ndarray of {rows} rows, such as np.stack(rows)"
         )
+    require_unmasked(result, f"the function of column {name!r} returned", 0)
     if result.shape[:1] != (rows,):
         raise ValueError(
             f"the function of column {name!r} returned an array of shape {result.shape}, and the batch has "

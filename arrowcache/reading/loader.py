@@ -78,9 +78,9 @@ class Loader(Closable):
         worker_type: "process" (for transforms that hold the GIL; they must be picklable by cloudpickle, and
             return a dict of ndarrays, numbers, `Values`, lists of str or lists of bytes) or "thread" (for
             transforms that release it).
-        prefetch: number of batches begun ahead, beside those in workers; at most 65536. None means two to
-            eight, as many as the processor's cache holds; while rows come from the disk, as many as have
-            256 rows, but at most 64 MiB; with worker processes four.
+        prefetch: number of batches begun ahead, beside those in workers; at most 65536. 0 means none: each is
+            begun as it is asked for. None means two to eight, as many as the processor's cache holds; while
+            rows come from the disk, as many as have 256 rows, but at most 64 MiB; with worker processes four.
         where: SegmentInfo -> bool, True for segments to read.
         rows: rows to read of these. "included": all but excluded ones (`Cache.exclude`); "all"; a tag
             (`Cache.tag`); row ids in any form that `Cache.exclude` takes; a Python function of a segment's

@@ -29,7 +29,6 @@ from arrowcache.storage.layout import SegmentInfo, Term
 from arrowcache.storage.settings import Settings
 from arrowcache.storage.store import Store
 from arrowcache.units import (
-    MAX_COUNTED,
     as_int,
     format_bytes,
     parse_bytes,
@@ -195,9 +194,10 @@ class LoaderOptions:
             "expect": require_expected(self.expect, self.rows, self.weights),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
         }
-        for name, most in (("epoch_rows", MAX_COUNTED), ("prefetch", MAX_PREFETCHED)):
-            if (value := getattr(self, name)) is not None:
-                parsed[name] = parse_count(value, name, most=most)
+        if self.epoch_rows is not None:
+            parsed["epoch_rows"] = parse_count(self.epoch_rows, "epoch_rows")
+        if self.prefetch is not None:
+            parsed["prefetch"] = parse_count(self.prefetch, "prefetch", least=0, most=MAX_PREFETCHED)
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
 
@@ -336,9 +336,22 @@ def rank_info(rank: int | None, world_size: int | None, run_id: str | None) -> R
     Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
     require_name(run_id)
-    if rank is None and world_size is None:
+    ranks = parse_ranks(rank, world_size)
+    if ranks is None:
         if run_id is not None:
             raise ValueError(f"run_id={run_id!r} is given without a rank: pass rank and world_size, too")
+        return None
+    if ranks[1] == 1:
+        return None
+    return RankInfo(*ranks, _run(run_id), _local_world_size(ranks[1]))
+
+
+def parse_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """Check a rank and the number of ranks. None: neither is given.
+
+    Raises: ValueError, TypeError: one does not fit, or is missing.
+    """
+    if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
         missing = "rank" if rank is None else "world_size"
@@ -346,10 +359,7 @@ def rank_info(rank: int | None, world_size: int | None, run_id: str | None) -> R
     rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
-    parse_count(world_size, "world_size", most=_MAX_RANKS)
-    if world_size == 1:
-        return None
-    return RankInfo(rank, world_size, _run(run_id), _local_world_size(world_size))
+    return rank, parse_count(world_size, "world_size", most=_MAX_RANKS)
 
 
 def require_name(run_id: str | None) -> None:

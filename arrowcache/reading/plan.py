@@ -234,16 +234,18 @@ class Plan:
             )
         if not plan._has_fit_bits():
             raise ValueError("the state is damaged: the rows that were taken do not fit its position")
+        require_packing(packing, plan.within)
         if is_begun and has_buckets != (plan.buckets > 0):
             which, way = (
-                ("batch_tokens", "with it") if plan.buckets else ("batch_size", "without batch_tokens")
+                ("batch_tokens", "in a Loader with batch_tokens")
+                if plan.buckets
+                else ("batch_size", "without batch_tokens")
             )
             raise ValueError(
                 f"the state is of epoch {plan.epoch}, of which {plan.stream_rows - plan.position} of "
                 f"{plan.stream_rows} rows are left in batches by {which}: resume it {way}, or begin the next "
                 f"one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, 'segments': []}}"
             )
-        require_packing(packing, plan.within)
         return plan
 
     def _has_fit_bits(self) -> bool:

@@ -7,7 +7,8 @@ call like one before it from memory, and replaces lost workers; processes of con
 lost with one of theirs.
 
 Numbers are given under cache.lock, each once, in one write to the pool's file: a pool that begins again goes
-on at the next one. For most samplers a task that was stopped is no loss: the next one draws anew. If samples
+on at the next one; where the executor refused a task, at that one. For most samplers a task that was stopped
+is no loss: the next one draws anew. If samples
 are divided among tasks, as those of Items are, its samples are in no other task. So the pool's file lists
 each task that is begun and not published, from the write on that gives its number. Publishing takes it off
 the list, under the same cache.lock that makes its segment appear, so rows that were evicted since are not
@@ -25,10 +26,11 @@ from __future__ import annotations
 import secrets
 import socket
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from arrowcache.errors import SamplerError
+from arrowcache.errors import ArrowCacheError, SamplerError
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.sampling.dispatcher import PoolOptions, failed
@@ -67,21 +69,14 @@ class ExecutorEngine:
             self._watch, self._token = self._lock_token()
             self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
         self._open_tasks = OpenTasks(store, self._pool, self._watch) if options.division else None
-        self._taken = range(0) if options.division else range(self._token, self._token + 1)
 
     def _lock_token(self) -> tuple[LockFile, int]:
-        """Lock the byte that tells this pool's tasks that it lives: no other pool's, dead or alive.
-
-        It is the first task's number, or any number where earlier tasks may be drawn again.
-        """
+        """Lock the byte that tells this pool's tasks that it lives: no other pool's, dead or alive."""
         folder = self._store.folder
         with self._store.locked():
             require_division(self._store, self._pool, self._options.division)
-            if self._options.division:
-                take_numbers(self._store, self._pool, 0)
-                token = secrets.randbits(_TOKEN_BITS)
-            else:
-                token = take_numbers(self._store, self._pool, 1)
+            take_numbers(self._store, self._pool, 0)
+            token = secrets.randbits(_TOKEN_BITS)
             watch = LockFile(folder.pools / self._pool)
             watch.try_range(alive_byte(token), 1, exclusive=True)
         return watch, token
@@ -96,8 +91,9 @@ class ExecutorEngine:
             if self._open_tasks is not None:
                 number = self._open_tasks.take(self._options.tasks)
                 numbers = range(0) if number is None else range(number, number + 1)
-            elif self._taken:
-                numbers, self._taken = self._taken, range(0)
+            elif refused := folder.returned_tasks(self._pool):
+                folder.end_task(self._pool, refused[0])
+                numbers = range(refused[0], refused[0] + 1)
             else:
                 first = folder.take_tasks(self._pool, 1)
                 numbers = range(first, first + 1)
@@ -115,15 +111,22 @@ class ExecutorEngine:
     def _submit(self, task: Task, sent: Task) -> None:
         try:
             self._running[self._executor.submit(run, sent)] = task
-        except BrokenExecutor as error:
-            raise self._broken(error) from error
         except Exception as error:  # each executor has its own error for being shut down
+            self._give_back(task)
+            if isinstance(error, BrokenExecutor):
+                raise self._broken(error) from error
             if self._foreign is None:
                 raise
             raise SamplerError(
                 f"{self._executor!r} takes no more tasks: {error}. Keep it until the pool was stopped; a new "
                 "pool goes on at the next task"
             ) from error
+
+    def _give_back(self, task: Task) -> None:
+        """Let the next pool have a task that was never begun; one of divided samples is on its list."""
+        if self._open_tasks is None:
+            with suppress(ArrowCacheError, OSError), self._store.locked():  # why it was not begun is told
+                self._store.folder.return_tasks(self._pool, [task.number])
 
     def collect(self, timeout_seconds: float) -> list[tuple[Task, Done]]:
         wishes = [] if self._own is None else [self._own.next_wish()]

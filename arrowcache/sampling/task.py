@@ -34,6 +34,7 @@ import pyarrow as pa
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import CacheFormatError, SamplerError, SchemaError, sentence_of
+from arrowcache.lifetimes import at_fork
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
 from arrowcache.sampling.reads import (
@@ -153,6 +154,14 @@ class Done:
 _samplers: OrderedDict[bytes, bytes] = OrderedDict()  # digest -> pickled sampler, of the process
 _samplers_lock = threading.Lock()
 _MAX_SAMPLERS = 8
+
+
+def _renew_lock() -> None:
+    global _samplers_lock
+    _samplers_lock = threading.Lock()
+
+
+at_fork(in_child=_renew_lock)
 
 
 def _pickled_sampler(task: Task) -> bytes | None:

@@ -21,6 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
+from multiprocessing.sharedctypes import RawValue
 from operator import index as as_index
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +52,7 @@ from arrowcache.storage.settings import CachedItems, Settings, require_share, se
 from arrowcache.storage.store import Store
 from arrowcache.torch.codecs import ExactForm
 from arrowcache.torch.collation import batch_of, collated, columns_of
-from arrowcache.torch.item_source import ItemSource
+from arrowcache.torch.item_source import ItemSource, Unwanted
 from arrowcache.torch.lazy_batch import shared_numbers
 from arrowcache.torch.randomness import seeds_of_workers
 from arrowcache.torch.worker_processes import end_workers, starting_workers
@@ -452,9 +453,10 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         missing = reader.missing
         reader.publisher.drain()
         workers = min(workers, len(missing))
+        filling = _Filling(self, missing, reads)
         with starting_workers(workers):
             making = DataLoader(
-                _Filling(self, missing, reads),
+                filling,
                 batch_size=_FILLED_AT_ONCE * reads,
                 num_workers=workers,
                 generator=seeds_of_workers(_FILLS, next(_fills)),
@@ -469,6 +471,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                     if not all(stored):
                         break  # no more fits
         finally:
+            filling.stop()  # else torch waits 5 s for each worker, and kills one that is at its items longer
             end_workers(stored_of_each)
         cached = self.cached
         reader.publisher.drain()  # which merges small segments
@@ -526,14 +529,22 @@ class _Filling(Dataset[bool]):
 
     def __init__(self, train: CachedDataset, missing: NDArray[np.int64], reads: int) -> None:
         self._train, self._missing, self._reads = train, missing, reads
+        self._wanted = RawValue("b", True)
 
     def __len__(self) -> int:
         return len(self._missing)
 
     def __getitems__(self, places: list[int]) -> list[bool]:
-        self._train.items_of(self._missing[places], reads=self._reads)
+        try:
+            self._train.items_of(self._missing[places], lambda: bool(self._wanted.value), self._reads)
+        except Unwanted:
+            return []
         reader = self._train.reader_here()
         return [reader is not None and reader.publisher.can_store] * len(places)
+
+    def stop(self) -> None:
+        """Have no more items made; each worker ends after the one that it is at."""
+        self._wanted.value = False
 
 
 @face("cached()", _INSTEAD)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import ArrowCacheError, CorruptSegmentError, warn
-from arrowcache.lifetimes import call_all
+from arrowcache.lifetimes import Origin, call_all
 from arrowcache.reading.assembly import Assembly, BatchGroup, ReadyBatch
 from arrowcache.reading.available_rows import Wait
 from arrowcache.reading.columns import Columns, column_bytes
@@ -133,6 +133,7 @@ class CachedEpochs(EpochSource[CachedEpoch]):
         self._item_workers: ItemWorkers | None = None
         self._number = next(_numbers)
         self._is_first = True
+        self._origin = Origin()
 
     def plan_of(self, number: int) -> Plan:
         """Return the plan of an epoch. To the order a dataset is one segment."""
@@ -212,13 +213,15 @@ class CachedEpochs(EpochSource[CachedEpoch]):
         return None
 
     def after_fork(self) -> None:
-        self._item_workers = None
+        self._item_workers, self._origin = None, Origin()
 
     def close(self) -> None:
-        """End the worker processes, and publish what was made. Idempotent.
+        """End the worker processes, and publish what was made. Idempotent; in a forked child does nothing.
 
         Blocks: until each worker has made the item that it is at, but some seconds at most.
         """
+        if not self._origin.is_here:  # what the child makes of the dataset's items is no concern of this
+            return
         workers = self._item_workers
         call_all([*([] if workers is None else [workers.close]), self.train.drain])
 

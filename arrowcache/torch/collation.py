@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from arrowcache.arrow.convert import fixed_rows, variable_row
+from arrowcache.arrow.convert import fixed_rows, require_unmasked, variable_row
 from arrowcache.arrow.items import Branch, Leaf, Part, Same, with_article
 from arrowcache.arrow.schema import FieldType, FixedType, Ragged, String, Tensor
 from arrowcache.errors import SchemaError
@@ -181,10 +181,16 @@ def collated(items: Sequence[Any]) -> Any:
     """Return what torch's default_collate makes of items, in ordinary memory.
 
     In a DataLoader's worker that would put it into /dev/shm, which may be small.
-    Raises: TypeError, RuntimeError: as default_collate.
+    Raises: TypeError, RuntimeError: as default_collate. TypeError: an array is masked.
     """
-    return collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: _stacked})
+    ours = {torch.Tensor: _stacked, np.ndarray: _of_arrays}
+    return collate(items, collate_fn_map=default_collate_fn_map | ours)
 
 
 def _stacked(tensors: Sequence[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:  # noqa: ARG001
     return torch.stack([*tensors])
+
+
+def _of_arrays(arrays: Sequence[NDArray[Any]], *, collate_fn_map: Any) -> Any:
+    require_unmasked([*arrays], "an item has", 0)
+    return default_collate_fn_map[np.ndarray](arrays, collate_fn_map=collate_fn_map)

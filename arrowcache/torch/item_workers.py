@@ -298,8 +298,8 @@ class ItemWorkers:
 
     def close(self) -> None:
         """End the processes, each after an item. Blocks: at most some seconds. Idempotent."""
-        self.stop()
-        if self._origin.is_here:
+        if self._origin.is_here:  # else they are the parent's, which may want their batches
+            self.stop()
             has_turn = self._turn.acquire(timeout=_CLOSE_SECONDS)  # a thread that waits leaves by then
             try:
                 self._end()

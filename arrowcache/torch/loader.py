@@ -21,7 +21,7 @@ from arrowcache.reading.assembly import Batch, Memory
 from arrowcache.reading.batch_source import Batches
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.loader import close_all
-from arrowcache.reading.options import LoaderArguments, RankInfo, takes
+from arrowcache.reading.options import LoaderArguments, RankInfo, parse_ranks, takes
 from arrowcache.reading.order import Shard
 from arrowcache.reading.stream import BatchStream
 from arrowcache.storage.recovery import HasStore
@@ -30,7 +30,7 @@ from arrowcache.torch.cached_epochs import CachedEpochs, ItemAssembly
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import membership_now, rank_now
 from arrowcache.torch.tensors import import_nested, tensors_of
-from arrowcache.units import format_count, parse_count
+from arrowcache.units import format_count
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -200,9 +200,9 @@ class CachedLoader(Loader):
             for a dataset inside that waits, as for a store, and that may be asked by several threads at once.
             Many are not made for that. Items, their order and errors are the same; what a dataset draws from
             generators that its threads share comes in any order.
-        prefetch: number of batches to begin ahead where no worker makes them. None means two to eight, as
-            many as the processor's cache holds; while items come from the disk, as many as have 256 items,
-            but at most 64 MiB.
+        prefetch: number of batches to begin ahead where no worker makes them. 0 means none: each is begun as
+            it is asked for. None means two to eight, as many as the processor's cache holds; while items come
+            from the disk, as many as have 256 items, but at most 64 MiB.
         collate_fn: called with a list of items in place of default_collate. Batches are what it returns.
         device: device of the tensors, as of `Loader`. None means the CPU.
         rank: rank of this process. None means that of torch.distributed, if it is initialized when an epoch
@@ -237,10 +237,7 @@ class CachedLoader(Loader):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if (rank is None) != (world_size is None):
-            raise ValueError(f"rank={rank!r} and world_size={world_size!r} go together: pass both")
-        given = None if rank is None or world_size is None else _shard(rank, world_size)
-        shard_now = partial(_shard_now, given)  # which does not keep this loader
+        shard_now = partial(_shard_now, parse_ranks(rank, world_size))  # which does not keep this loader
         epochs = CachedEpochs(
             train, batch_size, shuffle, seed, drop_last, workers, reads, collate_fn, shard_now
         )
@@ -319,17 +316,14 @@ class CachedLoader(Loader):
         return batch
 
 
-def _shard_now(given: Shard | None) -> Shard:
-    """Return the part of a loader whose ranks need not agree: their order is that of the dataset."""
-    if given is not None:
-        return given
-    now = rank_now()
-    return Shard() if now is None else _shard(*now)
+def _shard_now(given: tuple[int, int] | None) -> Shard:
+    """Return the part of a loader whose ranks need not agree: their order is that of the dataset.
 
-
-def _shard(rank: int, world_size: int) -> Shard:
-    world_size = parse_count(world_size, "world_size")
-    return Shard(parse_count(rank, "rank", least=0), world_size)
+    Args:
+        given: its rank and number of ranks. None means those of torch.distributed, if it is initialized.
+    """
+    ranks = given or rank_now()
+    return Shard() if ranks is None else Shard(*ranks)
 
 
 at_exit(close_all)  # before the modules imported here end what its loaders use

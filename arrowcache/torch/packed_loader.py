@@ -186,6 +186,11 @@ class _Opened(NamedTuple):
 
 def _options_of(loader: NumpyLoader) -> dict[str, Any]:
     """Return the options of a loader that those of `packed` are. Raises: ValueError: another one matters."""
+    if isinstance(loader, PackedLoader):
+        raise TypeError(
+            "this loader is what packed() returned, and has no documents to pack: give packed() the cache, "
+            "or the Loader that this one was made of"
+        )
     if loader._face != NumpyLoader._face and not isinstance(loader, Loader):
         raise TypeError(
             f"{loader._face} has its arrays where its framework does, and packed() makes tensors of torch: "

@@ -18,7 +18,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes.util import find_library
 from pathlib import Path
@@ -273,6 +273,38 @@ def test_an_executor_that_is_shut_down_under_its_pool_is_named(cache):
     with pytest.raises(ac.SamplerError, match=r"ThreadPoolExecutor.* takes no more tasks: .*until the pool"):
         pool.wait(segments=1 << 20, timeout=DEADLINE_SECONDS)
     pool.stop()
+
+
+class Refusing(ThreadPoolExecutor):
+    """Takes so many tasks, then no more."""
+
+    def __init__(self, takes: int, error: Exception) -> None:
+        super().__init__(1)
+        self._takes, self._error = takes, error
+
+    def submit(self, *arguments: Any) -> Future[Any]:  # type: ignore[override]  # of a pool
+        self._takes -= 1
+        if self._takes < 0:
+            raise self._error
+        return super().submit(*arguments)
+
+
+@pytest.mark.parametrize("takes", [0, 1, 3])
+@pytest.mark.parametrize("error", [RuntimeError("shut down"), BrokenExecutor("a process died.")])
+def test_a_task_that_an_executor_refuses_is_the_next_pools(cache, takes, error):
+    """Its number was taken, and its samples were drawn by nobody."""
+    with Refusing(takes, error) as executor:
+        pool = SamplerPool(cache, draws(), executor=executor, **QUICK | {"workers": 1})
+        with pytest.raises(ac.SamplerError, match="takes no more tasks"):
+            pool.wait(segments=4, timeout=DEADLINE_SECONDS)
+        pool.stop()
+    assert sorted(tasks(cache)) == [*range(takes)]
+    with (
+        ThreadPoolExecutor(1) as others,
+        SamplerPool(cache, draws(), executor=others, segments=4 - takes, **QUICK | {"workers": 1}) as again,
+    ):
+        again.wait(timeout=DEADLINE_SECONDS)
+    assert sorted(tasks(cache)) == [*range(4)]
 
 
 @pytest.mark.slow

@@ -6,14 +6,17 @@ import ast
 import copy
 import datetime as dt
 import io
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
+import sys
 import textwrap
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +28,7 @@ import pytest
 import torch
 from begun import own_children
 from datasets_of_items import KINDS, Items, Large, Numbers, check, large, made, pairs, same, there
-from helpers import flip_byte, in_child, limit, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, flip_byte, in_child, limit, segment_files, wait_until
 from processes import Child, Script, private_mounts, small_disk
 from quick import first_is_quick, one_in
 from torch.utils.data import (
@@ -721,6 +724,38 @@ def test_the_workers_of_a_fill_that_failed_end_while_its_error_is_kept(path):
             train.fill(workers=2, progress=False)
         wait_until(lambda: not own_children(), "the workers to end")
         assert caught.tb is not None
+
+
+def test_the_workers_of_a_fill_that_ctrl_c_ends_finish_the_items_they_are_at_and_begin_no_others(path):
+    """Each went on to the end of its batch of items; torch waited 5 s for it, then killed it."""
+    goes_on, begun = multiprocessing.Semaphore(1), multiprocessing.Value("i", 0)
+
+    class Gated(Numbers):
+        def __getitem__(self, index):
+            with begun:
+                begun.value += 1
+            assert goes_on.acquire(timeout=DEADLINE_SECONDS)
+            return super().__getitem__(index)
+
+    def is_ending() -> bool:
+        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+        return any(frame.f_code.co_name == "end_workers" for frame, _ in frames)
+
+    def interrupt() -> None:
+        wait_until(lambda: begun.value == 3, "both workers to be at an item")
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(is_ending, "the workers to be ended")
+        for _ in range(40):
+            goes_on.release()
+
+    with cached(Gated(40), path, capacity="16MiB") as train, ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train.fill(workers=2, progress=False)
+        interrupting.result()
+        assert not own_children()
+        assert begun.value == 3
+        assert train.cached == 3
 
 
 @pytest.mark.parametrize("given", [[4], [], [4, 5, 5]], ids=["fewer", "none", "more"])

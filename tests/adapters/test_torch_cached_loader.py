@@ -22,7 +22,7 @@ import torch
 from begun import own_children, own_threads
 from datasets_of_items import KINDS, Items, Large, Numbers, check, made, pairs, same, there
 from helpers import flip_byte, in_child, limit, segment_files, wait_until
-from interruptions import interruptions, library
+from interruptions import Interruption, files, interruptions, library
 from nested import Scan
 from processes import METHODS, Script
 from quick import SEED, one_in, some_of
@@ -177,6 +177,21 @@ def test_a_transform_and_a_collate_function_do_what_they_do_in_a_dataloader(path
                 assert all(flag.tolist() == [workers > 0] * len(flag) for _, flag in batches)
         with Loader(train, 8, workers=workers, collate_fn=lambda items: {y for y, _ in items}) as loader:
             assert sorted(itertools.chain.from_iterable(loader)) == [*range(20)]
+
+
+@pytest.mark.parametrize("wrap", [lambda array: array, lambda array: {"y": [array]}], ids=["array", "inside"])
+def test_a_masked_array_of_a_transform_is_refused(path, wrap):
+    """The batch had what lies behind the mask."""
+
+    def transform(item):
+        return wrap(np.ma.array([item["y"], 1], mask=[True, False]))
+
+    with (
+        cached(Numbers(8), path, capacity="16MiB", transform=transform) as train,
+        Loader(train, 8, workers=0) as loader,
+        pytest.raises(TypeError, match=r"an item has a masked array, whose mask .*\.filled\(0\)"),
+    ):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("workers", [0, 3], ids=["here", "3"])  # more than a small machine's processors
@@ -564,6 +579,41 @@ def test_a_stop_iteration_of_a_function_is_an_error_and_no_end(path, where, work
             list(Loader(train, 5, workers=workers, device="cpu", **collate))
 
 
+@pytest.mark.parametrize("forks", [False, True], ids=["here", "in a child"])
+def test_a_loader_that_is_collected_amid_a_read_leaves_the_read_alone(path, forks):
+    """It drained its dataset, and the read found its snapshot closed, 10 s later."""
+
+    def body() -> None:
+        assert train[3]["y"] == 3
+        with Interruption(0, files("snapshot.py", functions=("gather",)), error=forgotten.clear) as at:
+            assert train[4]["y"] == 4
+        assert at.where
+
+    with cached(Numbers(20), path, capacity="16MiB") as train:
+        train.fill(workers=0, progress=False)
+        forgotten = [Loader(train, 5, workers=0)]
+        if forks:
+            with in_child(body):
+                pass
+        else:
+            body()
+
+
+def test_a_child_that_closes_a_loader_leaves_the_parent_its_workers(path):
+    def is_made_by_worker(items):
+        return get_worker_info() is not None
+
+    with (
+        cached(Numbers(40), path, capacity="16MiB") as train,
+        Loader(train, 5, workers=2, collate_fn=is_made_by_worker) as loader,
+    ):
+        batches = iter(loader)
+        assert next(batches)
+        with in_child(loader.close):
+            pass
+        assert [*batches] == [True] * 7
+
+
 def test_an_epoch_nobody_asked_is_begun_again(train):
     loader = Loader(train, 10)
     iter(loader)
@@ -909,8 +959,10 @@ def test_a_cache_that_is_gone_leaves_a_slow_loader(path, workers):
         ({"workers": 257}, ValueError, "workers"),
         ({"prefetch": -1}, ValueError, "prefetch"),
         ({"collate_fn": 3}, TypeError, "collate_fn"),
-        ({"rank": 0}, ValueError, "rank=0 and world_size=None go together"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank=2"),
+        ({"rank": 0}, ValueError, "rank=0 and world_size=None go together: pass world_size, too"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank=2 of world_size=2: ranks count from 0"),
+        ({"rank": 0.0, "world_size": 2}, TypeError, "rank must be an int or None, not 0.0"),
+        ({"rank": 0, "world_size": 2**21}, ValueError, "world_size=2097152 must be an int of at most"),
         ({"device": "cuda:99"}, ValueError, "'cpu'"),
         ({"shufle": True}, TypeError, "no argument 'shufle': did you mean shuffle="),
         (

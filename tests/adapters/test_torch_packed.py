@@ -295,6 +295,15 @@ def test_a_loader_of_another_framework_is_refused(cache):
         packed_of(loader)
 
 
+@pytest.mark.parametrize("options", [{}, {"device": "cpu", "split": False}])
+def test_what_packed_returned_is_refused_as_such(cache, options):
+    with (
+        packed_of(cache, **options) as loader,
+        pytest.raises(TypeError, match=r"packed\(\) returned.* the cache"),
+    ):
+        packed_of(loader)
+
+
 def test_batches_on_a_device_are_the_same(cache):
     with packed_of(cache) as loader, packed_of(cache, device="cpu") as other:
         assert same([*loader], [*other])
@@ -547,7 +556,11 @@ def begun(cache: ac.Cache, **options: Any) -> dict[str, Any]:
         return loader.state_dict()
 
 
-@pytest.mark.parametrize("face", [ac.Loader, Loader, lambda cache: iter(EpochBatchSampler(cache))])
+def by_tokens(cache: ac.Cache) -> Loader:
+    return Loader(cache, batch_tokens=1 << 16, length_of="tokens", columns=["tokens"])
+
+
+@pytest.mark.parametrize("face", [ac.Loader, Loader, by_tokens, lambda cache: iter(EpochBatchSampler(cache))])
 def test_a_reader_of_rows_refuses_a_state_of_sequences(cache, face):
     with pytest.raises(ValueError, match=r"of length=32, split=True: load it into what .*packed"):
         face(cache).load_state_dict(begun(cache))
@@ -561,6 +574,17 @@ def test_other_sequences_refuse_a_state(cache, options):
         pytest.raises(ValueError, match=r"the state is of .*length=32"),
     ):
         loader.load_state_dict(begun(cache))
+
+
+def test_a_state_of_batches_by_tokens_is_refused_with_the_loader_that_resumes_it(cache):
+    with by_tokens(cache) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with (
+        packed_of(cache) as loader,
+        pytest.raises(ValueError, match="by batch_tokens: resume it in a Loader with batch_tokens, or begin"),
+    ):
+        loader.load_state_dict(state)
 
 
 def test_a_state_whose_documents_have_other_lengths_is_refused(cache):

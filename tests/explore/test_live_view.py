@@ -24,7 +24,7 @@ import arrowcache as ac
 from arrowcache.errors import sentence_of
 from arrowcache.explore import live_view
 from arrowcache.explore.live_view import Board, watch
-from arrowcache.storage.counters import SamplerPage
+from arrowcache.storage.counters import ReadCounts, SamplerPage
 
 
 def look(board: Board) -> str:
@@ -40,7 +40,7 @@ def test_it_shows_what_samplers_have_drawn_and_not_published(cache):
     page.count(310, 512)
     page.wait()
     assert re.search(r" default\.0\.3 +310 of 512  .* ago +to publish  ", look(board))
-    assert "1 samplers (310 rows drawn)" in board.line()
+    assert "1 sampler (310 rows drawn)" in board.line()
     page.skip()
     assert re.search(r" default\.0\.3 +310 of 512, 1 left out  ", look(board))
 
@@ -63,7 +63,19 @@ def test_it_shows_fill_rates_leases_and_loaders(cache):
     assert re.search(rf"\n *{os.getpid()} +1 +10 ", text)
     assert "Waiting writers: none" in text
     leases = len(re.findall(r"\n *\d+ +\d+  \d+ to 9 ", text))
-    assert f"{leases} leases, 0 waiting, 1 loaders, 0 samplers" in board.line()
+    assert f"{leases} leases, 0 waiting, 1 loader, 0 samplers" in board.line()
+
+
+def test_a_line_tells_of_the_reads_of_samplers_what_the_card_does(cache):
+    board, page = Board(cache), SamplerPage.open(cache.path, "default.0", 0)
+    page.begin(3, 512)
+    look(board)
+    assert "reads of" not in board.line()
+    reads = ReadCounts(7, 0.25, 1.5, retries=3, drawing_seconds=1e4, reading_seconds=9e3, done=900)
+    page.show_reads(reads)
+    assert reads.text in look(board)
+    assert reads.advice in look(board)
+    assert f"1 sampler; reads of {os.getpid()}: {reads.text}; samplers: {reads.advice}" in board.line()
 
 
 def test_the_first_look_knows_no_rate(cache):

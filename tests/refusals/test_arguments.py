@@ -144,7 +144,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
         [
             *LOADERS,
             ({"batch_size": 2**31 - 1, "drop_last": False}, ValueError, "take 2.0 TiB, and there are.*lower"),
-            ({"prefetch": 0}, ValueError, "prefetch"),
+            ({"prefetch": -1}, ValueError, "prefetch=-1 must be an int of at least 0"),
             ({"prefetch": 2**20}, ValueError, "prefetch=1048576 must be an int of at most 65536"),
             ({"with_ids": 1}, TypeError, "with_ids must be True or False, not 1"),
             ({"worker_type": "fiber"}, ValueError, "worker_type='fiber' is unknown.*process.*thread"),

@@ -122,7 +122,7 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
             ({"split": "no"}, TypeError, "split must be True or False, not 'no'"),
             ({"shuffle": "blocks"}, ValueError, "shuffle='blocks' is unknown, or of no use to documents"),
             ({"window_bytes": "1MiB"}, ValueError, "window_bytes belongs to shuffle='window'"),
-            ({"prefetch": 0}, ValueError, "prefetch"),
+            ({"prefetch": -1}, ValueError, "prefetch=-1 must be an int of at least 0"),
             ({"device": "cuda:99"}, ValueError, "'cpu'"),
             (
                 {"transform": dict},

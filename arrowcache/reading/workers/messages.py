@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from arrowcache.arrow.convert import is_masked
+from arrowcache.arrow.convert import require_unmasked
 from arrowcache.reading.columns import Values, bytes_of
 from arrowcache.storage.layout import SegmentInfo
 
@@ -74,7 +74,7 @@ def _pack_column(name: object, value: object) -> Packed:
     if not isinstance(name, str):
         raise TypeError(f"a transform's columns need names that are str, not {name!r}")
     if isinstance(value, Values):
-        return Packed(name, VALUES, [_plain(name, np.asarray(value.data)), _plain(name, value.offsets)])
+        return Packed(name, VALUES, [_plain(name, value.data), _plain(name, value.offsets)])
     if isinstance(value, np.ndarray):
         return Packed(name, ARRAY, [_plain(name, value)])
     if isinstance(value, np.generic):
@@ -99,8 +99,10 @@ def _pack_items(name: str, kind: str, items: Sequence[bytes]) -> Packed:
     )
 
 
-def _plain(name: str, array: NDArray[Any]) -> NDArray[Any]:
-    if np.dtype(array.dtype.str) != array.dtype or array.dtype.hasobject or is_masked(array):
+def _plain(name: str, values: ArrayLike) -> NDArray[Any]:
+    require_unmasked(values, f"column {name!r} is", 0)
+    array = np.asarray(values)
+    if np.dtype(array.dtype.str) != array.dtype or array.dtype.hasobject:
         raise TypeError(
             f"column {name!r} has dtype {array.dtype}, whose items are objects, fields or foreign: {_WAY_OUT}"
         )

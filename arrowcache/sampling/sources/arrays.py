@@ -432,8 +432,6 @@ class NpyArray:
         self._file.close()
 
     def _bytes(self, first: int, nbytes: int) -> bytes:
-        if self._store.fsspec is not None:  # whose open files read one range at a time
-            return self._store.fetch(self._path, self._start + first, nbytes)
         return self._store.read(self._file, nbytes, self._start + first, self._path)
 
     def _damaged(self, why: str) -> SamplerError:

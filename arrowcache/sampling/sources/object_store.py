@@ -116,7 +116,9 @@ class ObjectStore:
         return self.filesystem.open_input_file(path)
 
     def read(self, file: NativeFile | Unopened, nbytes: int, start: int, path: str) -> bytes:
-        """Read bytes of an open file, all of them, with retries. Raises: as `Retries.run`."""
+        """Read bytes of an open file, all of them, with retries. Thread-safe. Raises: as `Retries.run`."""
+        if self.fsspec is not None:  # whose open files read one range at a time
+            return self.fetch(path, start, nbytes)
         return self.run(lambda: read_at(file, nbytes, start), path)
 
     def fetch(self, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -279,8 +281,6 @@ class StoreFile(io.RawIOBase):
     def fetch(self, nbytes: int, start: int) -> bytes:
         """Read bytes from anywhere, with retries. Thread-safe. Raises: as `Retries.run`."""
         self.require_open()
-        if self._store.fsspec is not None:  # whose open files read one range at a time
-            return self._store.fetch(self._path, start, nbytes)
         return self._store.read(self._file, nbytes, start, self._path)
 
     def require_open(self) -> None:

@@ -231,7 +231,7 @@ def test_a_state_goes_on_with_another_budget_and_other_ranks(cache):
     for each in loaders:
         each.close()
     with Loader(cache, 16) as loader:
-        with pytest.raises(ValueError, match="left in batches by batch_tokens: resume it with it, or begin"):
+        with pytest.raises(ValueError, match="by batch_tokens: resume it in a Loader with batch_tokens, or "):
             loader.load_state_dict(state)
         loader.load_state_dict(state | {"epoch": 1, "position": 0, "segments": []})
         assert len(list(loader)) == 20

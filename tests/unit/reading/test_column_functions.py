@@ -117,8 +117,13 @@ def test_a_dict_without_functions_names_columns_and_needs_no_thread(cache):
         ),
         (lambda _: np.zeros(()), ValueError, r"shape \(\)"),
         (lambda rows: np.stack(rows[:0]), ValueError, "need at least one array"),
+        (
+            lambda rows: np.ma.array(np.zeros(len(rows)), mask=True),
+            TypeError,
+            r"the function of column 'image' returned a masked array, whose mask .*\.filled\(0\)",
+        ),
     ],
-    ids=["number", "list", "rows", "scalar", "raises"],
+    ids=["number", "list", "rows", "scalar", "raises", "masked"],
 )
 def test_what_is_no_column_is_an_error_in_place_of_the_batch(cache, function, error, message, workers):
     options = {"columns": {"image": function}, "workers": workers}

@@ -49,6 +49,17 @@ def test_an_exception_of_where_arrives_and_leaves_no_lease(cache):
         assert cache.stats().leased_bytes == 0
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_so_many_batches_are_begun_ahead_of_the_one_that_is_asked_for(cache, prefetch):
+    """It was one fewer, and a dataset's loader, which had as many, took 0, which this refused."""
+    calls: list[int] = []
+    with Loader(cache, 16, prefetch=prefetch, transform=lambda batch: calls.append(1) or batch) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        wait_until(lambda: len(calls) > prefetch, "batches ahead")
+        assert len(calls) == prefetch + 1
+
+
 # which moment an epoch shows
 
 

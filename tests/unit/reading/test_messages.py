@@ -1,11 +1,14 @@
-"""A snapshot's segments on their way to a worker."""
+"""A snapshot's segments on their way to a worker, and a worker's columns on their way back."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arrowcache.reading.workers.messages import pack_segments, unpack_segments
+from arrowcache.reading.columns import Values
+from arrowcache.reading.workers.messages import pack_batch, pack_segments, unpack_segments
 from arrowcache.storage.layout import SegmentInfo
 
 
@@ -29,3 +32,13 @@ def test_a_list_is_its_segments_and_makes_no_known_one_anew(segments):
     unpacked = unpack_segments(pack_segments(segments), known)
     assert unpacked == segments
     assert all(unpacked[number] is known[segment.seq] for number, segment in enumerate(segments[:2]))
+
+
+MASKED = np.ma.array([1, 2], mask=[False, True])
+
+
+@pytest.mark.parametrize("column", [MASKED, np.ma.masked, Values(MASKED, np.array([0, 1, 2]))])
+def test_a_masked_column_is_refused_as_such(column):
+    """That of `Values` came without its mask; the others were called fields or objects."""
+    with pytest.raises(TypeError, match=r"column 'x' is a masked array, whose mask .*\.filled\(0\)"):
+        pack_batch({"x": column})

@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from drawing import fill
-from helpers import KIB, ROW, make_cache, published_ids
+from helpers import DEADLINE_SECONDS, KIB, ROW, in_child, make_cache, published_ids
 from helpers import sample as row
 from pool_tasks import expected
 
@@ -68,6 +69,36 @@ def drawn(sampler, number: int = 0, seed: int = 0) -> list[int]:
     fill(sampler, task(number, seed), into)
     assert into.is_full
     return ids_in(into)
+
+
+class Slow(bytes):
+    """The digest of a sampler, which a thread waits at while it looks for the sampler."""
+
+    looked, goes_on = threading.Event(), threading.Event()
+
+    def __hash__(self) -> int:
+        self.looked.set()
+        assert self.goes_on.wait(DEADLINE_SECONDS)
+        return super().__hash__()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_child_that_is_forked_while_a_thread_looks_for_its_sampler_looks_for_its_own():
+    def in_thread() -> None:
+        run(dataclasses.replace(task(), digest=Slow(b"slow")))
+
+    def body() -> None:
+        assert run(dataclasses.replace(task(), digest=b"other")).lacks_sampler
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(in_thread)
+        try:
+            assert Slow.looked.wait(DEADLINE_SECONDS)
+            with in_child(body):
+                pass
+        finally:
+            Slow.goes_on.set()
+        looking.result()
 
 
 # small segments at first

@@ -100,6 +100,20 @@ def test_a_store_is_pickled_without_its_connection_and_connects_again_after_a_fo
         pass
 
 
+class Unread:
+    """An open file that is read by nobody."""
+
+    def read_at(self, nbytes: int, start: int) -> bytes:
+        raise AssertionError("an open file of fsspec reads one range at a time")
+
+
+def test_bytes_of_an_open_file_of_fsspec_are_asked_for_by_themselves(tmp_path):
+    local = pytest.importorskip("fsspec.implementations.local")
+    (tmp_path / "x").write_bytes(b"0123456789")
+    store, (path,) = locate(str(tmp_path / "x"), local.LocalFileSystem(), 0)
+    assert store.read(Unread(), 3, 4, path) == b"456"
+
+
 def test_a_filesystem_that_is_given_is_used(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"data")
     inner = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())

@@ -4,8 +4,8 @@
         for key in rng.permutation(keys):
             yield partial(read, key)  # read(key) runs in one of `reads` threads
 
-`Samples` runs one task's sampler, and gives its samples; `Threads` runs the reads of one worker's tasks, or
-whatever calls somebody has to make many of.
+`Samples` gives the samples of one task, from a `Stream` of its sampler's, or from several: see mixture.py.
+`Threads` runs the reads of one worker's tasks, or whatever calls somebody has to make many of.
 Guarantees: the sampler alone draws from `rng`, in the task's thread, in which it is closed, too. Samples
 come in the order of yielding: a task has the same rows whatever `reads` is, and whichever read is slow, fails
 or is tried again. Results that wait take about the bytes of a segment, of all tasks of a process together,
@@ -34,9 +34,11 @@ import gc
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -127,7 +129,7 @@ class _Pending:
 class _Ready(NamedTuple):
     """A sample that was yielded as such, or an exception of the sampler, or of a sample that it cannot give.
 
-    `drawn` is None of a sample that is not behind reads: it does not wait.
+    `drawn` is None of a sample that does not wait: it is behind no reads, and alone.
     """
 
     values: Values | None
@@ -163,26 +165,39 @@ class _Held:
             self.nbytes += nbytes
 
 
-_held = _Held()
+held = _Held()
 
 
 def held_bytes() -> int:
     """The bytes that results of reads are taken to have in this process, of those begun and not taken."""
-    return _held.nbytes
+    return held.nbytes
+
+
+class Mean:
+    """The mean of what the last reads of a sampler gave. What the next ones will give is guessed from it."""
+
+    def __init__(self) -> None:
+        self.rows, self.nbytes = 1.0, 0.0
+
+    def learn(self, rows: int, nbytes: int) -> None:
+        """Note what a read gave."""
+        share = 1 / _ESTIMATE_READS if self.nbytes else 1.0
+        self.rows += (rows - self.rows) * share
+        self.nbytes += (max(1, nbytes) - self.nbytes) * share
 
 
 class Threads:
     """The threads that run the reads of one worker. They start with its first ones, and end once idle.
 
     Args:
-        count: of reads at a time.
+        count: of reads at a time. 0: each runs in the thread that asks for it, which waits.
         retries: of each read whose error may pass.
     """
 
     def __init__(self, count: int, retries: Retries | None = None) -> None:
         self.count, self.retries = count, Retries() if retries is None else retries
         self.origin = Origin()
-        self.mean_rows, self.mean_bytes = 1.0, 0.0  # of a read's result, so far
+        self._means: dict[tuple[int, ...], Mean] = {}
         self.usual_seconds = 0.0  # of a read: a running median
         self.counts = Counts()
         self._asked: deque[_Pending] = deque()
@@ -216,6 +231,9 @@ class Threads:
             self._open += 1
             is_enough = self._running >= min(self.count, self._open)
             self._running += not is_enough
+        if not self.count:
+            self._run(pending)
+            return
         if not is_enough:
             try:
                 start(threading.Thread(target=self._work, name="arrowcache-read", daemon=True))
@@ -261,7 +279,7 @@ class Threads:
                         return _LOOK_SECONDS
                     self._hedges += 1
                     late.runs += 1
-                    _held.add(late.held_bytes)
+                    held.add(late.held_bytes)
                 del self._at_work[late]
             if is_waited_for:
                 self.counts.add(hedges=1)
@@ -304,14 +322,12 @@ class Threads:
         """Note that nobody waits for a read any more, or that its result was taken."""
         with self._lock:
             pending.is_over = True
-            _held.add(-pending.held_bytes - pending.more_bytes)
+            held.add(-pending.held_bytes - pending.more_bytes)
             pending.more_bytes = 0
 
-    def learn(self, rows: int, nbytes: int) -> None:
-        """Note what a read gave: what the next ones will give is guessed from it."""
-        share = 1 / _ESTIMATE_READS if self.mean_bytes else 1.0
-        self.mean_rows += (rows - self.mean_rows) * share
-        self.mean_bytes += (nbytes - self.mean_bytes) * share
+    def mean_of(self, place: tuple[int, ...]) -> Mean:
+        """Return what reads gave so far, of all tasks: those of the sampler, or of one at a place in it."""
+        return self._means.setdefault(place, Mean())
 
     def _work(self) -> None:
         while True:
@@ -353,7 +369,7 @@ class Threads:
                 values = self.retries.call(pending.read, lambda: pending.is_over)
         except BaseException as raised:  # noqa: BLE001  # the task raises it in its turn
             error = raised
-        nbytes = _nbytes(values)
+        nbytes = nbytes_of(values)
         fetched_bytes = tally.fetched_bytes or nbytes
         of_cpu = time.thread_time() - of_cpu
         self.counts.add(fetched_bytes=fetched_bytes, retries=tally.retries, cpu_seconds=of_cpu)
@@ -362,7 +378,7 @@ class Threads:
             self._at_work.pop(pending, None)
             pending.runs -= 1
             if pending.has_ended or (error is not None and pending.runs):  # the other run is what counts
-                _held.add(-pending.held_bytes)
+                held.add(-pending.held_bytes)
                 return
             if error is None:
                 seconds = time.monotonic() - pending.began
@@ -372,7 +388,7 @@ class Threads:
                 self.counts.add(seconds)
                 if not pending.is_over:
                     pending.more_bytes = nbytes - pending.held_bytes
-                    _held.add(pending.more_bytes)
+                    held.add(pending.more_bytes)
             pending.values, pending.error, pending.is_over, pending.has_ended = values, error, True, True
             pending.ended.release()
 
@@ -401,15 +417,69 @@ def at_once(function: Callable[[S], T], items: Sequence[S]) -> list[T]:
         threads.close()
 
 
-class Samples:
-    """The samples of one task, in the order of yielding. Used in one thread.
+class Streams(ABC):
+    """Samples in an order that is fixed, whatever has been read: of one sampler, or of several in turn."""
+
+    drawn: str = ""
+    """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
+
+    @property
+    @abstractmethod
+    def due(self) -> Stream | None:
+        """The stream from which the next sample comes. None: it has been taken from there already."""
+
+    @property
+    @abstractmethod
+    def covered(self) -> float:
+        """About the number of rows that were read, or will be by what has begun."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> int:
+        """The number of reads that were begun and not taken."""
+
+    @property
+    @abstractmethod
+    def has_reads(self) -> bool | None:
+        """True if a sampler has yielded one. None: some has not yielded yet."""
+
+    @abstractmethod
+    def behind(self, wanted_rows: float, *, is_due: bool = True) -> Stream | None:
+        """Return the stream whose sampler is to yield something more now, for about so many rows in all.
+
+        Args:
+            is_due: the next sample comes from here.
+        """
+
+    @abstractmethod
+    def taken(self, most_rows: int | None = None) -> Values | Exception | None:
+        """Take the next sample, which is there, or its fault, or None where a call of the sampler has ended.
+
+        Args:
+            most_rows: what a mixture may give at a time.
+        Returns: NOTHING: the next one is to be waited for.
+        Raises: what the sampler or its read raised.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what was not taken, and close the samplers."""
+
+
+NOTHING = Rows()
+"""Stands for no sample, where the next one is to be waited for."""
+
+
+class Stream(Streams):
+    """The samples of one sampler, in the order of yielding. Used in one thread.
 
     Args:
         sampler: called with `rng`, and called again whenever it ends. A source that plans is asked for a plan
             in its place: see `Source.plan_reads`.
         most_bytes: of results that wait.
-        rows: of the task, which a source plans.
+        rows: that a source plans. None: it does not.
         skips: faults of single samples are given in their places, not raised.
+        place: of the sampler in others.
     """
 
     def __init__(
@@ -418,120 +488,102 @@ class Samples:
         rng: np.random.Generator,
         threads: Threads,
         most_bytes: int,
-        rows: int = 1,
+        rows: int | None = None,
         *,
         skips: bool = False,
+        place: tuple[int, ...] = (),
     ) -> None:
         self._sampler, self._rng, self._threads, self._most_bytes = sampler, rng, threads, most_bytes
         self._skips, self._hedges = skips, hedge_of(sampler)
-        self.counts = threads.counts
-        self.are_divided = getattr(sampler, "is_divided", False)
-        plan = getattr(sampler, "plan_reads", None)
+        self._mean, self._waits = threads.mean_of(place), bool(place)  # a sample, for those of others
+        self.is_divided = getattr(sampler, "is_divided", False)
+        plan = None if rows is None else getattr(sampler, "plan_reads", None)
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
-        self._is_whole = self.are_divided or plan is not None  # a call yields all that the task has room for
+        self._is_whole = self.is_divided or plan is not None  # a call yields all that the task has room for
         self._yielded: Iterator[Any] | None = None  # of the call at work
-        self._entries: deque[_Pending | _Ready | None] = deque()  # None: the end of a call
+        self.entries: deque[_Pending | _Ready | None] = deque()  # None: the end of a call
         self._reads = self._ready = 0  # of these, in the queue
         self._is_stuck = False  # the queue ends in what has to be taken first
-        self._was_read = False  # the sample that was taken last
         self._drawn: str | None = None
-        self.has_reads = False  # it has yielded one
+        self._has_reads: bool | None = None
         self._left: Mapping[str, Any] | None = None  # the state of `rng` since it yielded last, from then on
         self._is_drawn_from = False  # by a read
 
     @property
-    def drawn(self) -> str:
-        """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
+    def drawn(self) -> str:  # type: ignore[override]  # never set here
         return getattr(self._sampler, "drawn", "") if self._drawn is None else self._drawn
 
-    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | Exception | None:
-        """Return the next sample, or its fault, or None once a call of the sampler has ended.
+    @property
+    def due(self) -> Stream:
+        return self
 
-        Args:
-            wanted_rows: rows that the task has room for. Reads are begun for about so many.
-            go_on: called where threads are free and no read is left to begin, and a few times a second while
-                a read is waited for. May raise.
-        Blocks: until it is read.
-        Raises: what the sampler or the read raised, or `go_on`. SamplerError: neither a sample nor a read.
-        """
-        while True:
-            head = self._entries[0] if self._entries else None
-            pending = head if isinstance(head, _Pending) and not head.has_ended else None
-            waits = not self._entries or pending is not None
-            is_enough = bool(self._entries) and self._threads.backlog >= self._threads.count
-            if (waits or self._threads.backlog < 0) and not is_enough and self._may_go_on(wanted_rows):
-                self._advance()
-            elif pending is None:
-                break
-            else:
-                go_on()
-                began = time.monotonic()
-                seconds = self._threads.hedge()
-                pending.wait(min(seconds, _QUEUE_SECONDS) if is_enough else seconds)
-                self.counts.add(reading_seconds=time.monotonic() - began)
-        if self._reads and self._threads.backlog < 0:
-            go_on()
-        return self._taken()
+    @property
+    def covered(self) -> float:
+        return self._ready + self._reads * max(1.0, self._mean.rows)
 
-    def begin(self, wanted_rows: int) -> None:
-        """Begin reads for about so many rows, and wait for none."""
-        while self._threads.backlog < self._threads.count and self._may_go_on(wanted_rows):
-            self._advance()
+    @property
+    def reads(self) -> int:
+        return self._reads
 
-    def learn(self, rows: int, nbytes: int) -> None:
-        """Note the size of the sample that was taken last."""
-        if self._was_read:
-            self._threads.learn(rows, nbytes)
+    @property
+    def has_reads(self) -> bool | None:
+        return self._has_reads
 
-    def has_more(self) -> bool:
-        """True if this call of the sampler yields something more. Blocks: as the sampler does."""
-        while not self._entries:
-            self._advance()
-        return self._entries[0] is not None
+    def behind(self, wanted_rows: float, *, is_due: bool = True) -> Stream | None:
+        return self if self._may_go_on(wanted_rows, is_due=is_due) else None
+
+    def taken(self, most_rows: int | None = None) -> Values | Exception | None:  # noqa: ARG002  # all at once
+        entry = self.entries.popleft()
+        self._drawn = None
+        if entry is None:
+            return None
+        self._drawn = entry.drawn
+        if isinstance(entry, _Pending):
+            self._reads -= 1
+            if entry.error is None:
+                self._mean.learn(rows_in(entry.values), entry.held_bytes + entry.more_bytes)
+            self._threads.give_up(entry)
+            self._look_at_rng()
+            _require_unchanged(entry.variables)
+            is_of_sample = True
+        else:
+            self._ready -= entry.error is None
+            held.add(-entry.held_bytes)
+            is_of_sample = entry.is_of_sample
+        error = entry.error
+        if error is None:
+            return entry.values
+        if is_of_sample and self._skips and isinstance(error, Exception) and is_fault(error):
+            return error
+        raise error
 
     def close(self) -> None:
         """Give up what was not taken, and close the sampler. Reads that run already go on by themselves."""
-        while self._entries:
-            entry = self._entries.popleft()
+        while self.entries:
+            entry = self.entries.popleft()
             if isinstance(entry, _Pending):
                 self._threads.give_up(entry)
             elif isinstance(entry, _Ready):
-                _held.add(-entry.held_bytes)
+                held.add(-entry.held_bytes)
         self._reads = self._ready = 0
         yielded, self._yielded = self._yielded, None
-        _of_thread.skips, _of_thread.is_closing = False, True
-        try:
+        with _closing():
             _close(yielded)
-        finally:
-            _of_thread.is_closing = False
 
-    def _may_go_on(self, wanted_rows: int) -> bool:
-        """True if the sampler is to yield something more now."""
-        if not self._entries:
-            return True
-        if not self._reads or self._is_stuck:  # what can be taken is taken first
-            return False
-        threads = self._threads
-        if not threads.mean_bytes and self._reads >= threads.count:  # nothing is known of what they give
-            return False
-        if self._ready + self._reads * max(1.0, threads.mean_rows) >= wanted_rows:
-            return False
-        return _held.nbytes <= self._most_bytes + (threads.count - 1) * threads.mean_bytes
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Take one thing more from the sampler, into the queue."""
+        skipped, _of_thread.skips = leaves_out(), self._skips
         try:
-            _of_thread.skips = self._skips
             sample = self._next()
             if isinstance(sample, Mapping):
-                ready = _Ready(sample, None)
-                if self._entries:
-                    ready = _Ready(sample, self._named(), _nbytes(sample))
-                    _held.add(ready.held_bytes)
-                self._entries.append(ready)
+                ready = _Ready(sample, self._named() if self._waits else None)
+                if self.entries:
+                    ready = _Ready(sample, self._named(), nbytes_of(sample))
+                    held.add(ready.held_bytes)
+                self.entries.append(ready)
                 self._ready += 1
             elif isinstance(sample, Fault):
-                self._entries.append(_Ready(None, self._named(), error=sample.error, is_of_sample=True))
+                self.entries.append(_Ready(None, self._named(), error=sample.error, is_of_sample=True))
             elif is_read(sample):
                 assert self._yielded is not None
                 self._begin(sample, require_bound(sample, self._yielded, self._rng))
@@ -543,15 +595,29 @@ class Samples:
                 if sample is not None:
                     raise mark_permanent(wrong)
                 fault = mark_permanent(wrong, is_fault=True)
-                self._entries.append(_Ready(None, self._named(), error=fault, is_of_sample=True))
+                self.entries.append(_Ready(None, self._named(), error=fault, is_of_sample=True))
             self._is_stuck = False
         except StopIteration:
             self._yielded = None
-            self._entries.append(None)
+            self.entries.append(None)
             self._is_stuck |= self._is_whole  # a call that yielded nothing leaves it as it was: stuck
         except Exception as error:  # noqa: BLE001  # a sampler may raise anything; it comes in its turn
-            self._entries.append(_Ready(None, self._named(), error=error))
+            self.entries.append(_Ready(None, self._named(), error=error))
             self._is_stuck = True
+        finally:
+            _of_thread.skips = skipped
+            self._has_reads = bool(self._has_reads)
+
+    def _may_go_on(self, wanted_rows: float, *, is_due: bool) -> bool:
+        """True if the sampler is to yield something more now."""
+        if not self.entries and (is_due or self._has_reads is False):
+            return is_due
+        if self.entries and (not self._reads or self._is_stuck):  # what can be taken is taken first
+            return False
+        mean, count = self._mean, self._threads.count
+        if not mean.nbytes and self._reads >= count:  # nothing is known of what they give
+            return False
+        return self.covered < wanted_rows and held.nbytes <= self._most_bytes + (count - 1) * mean.nbytes
 
     def _next(self) -> Any:
         self._look_at_rng()
@@ -560,7 +626,7 @@ class Samples:
                 self._yielded, self._is_stuck = _called(self._begun, self._rng), True
             return next(self._yielded)
         finally:
-            if self.has_reads:
+            if self._has_reads:
                 self._left = self._rng.bit_generator.state
 
     def _look_at_rng(self) -> None:
@@ -574,38 +640,95 @@ class Samples:
         return getattr(self._sampler, "drawn", "")
 
     def _begin(self, read: Read, variables: Sequence[_Variable]) -> None:
-        if not self.has_reads:
-            self.has_reads, self._left = True, self._rng.bit_generator.state
-        nbytes, may_repeat = int(self._threads.mean_bytes), self._hedges and self._threads.count > 1
+        if not self._has_reads:
+            self._has_reads, self._left = True, self._rng.bit_generator.state
+        nbytes, may_repeat = int(self._mean.nbytes), self._hedges and self._threads.count > 1
         pending = _Pending(partial(values_of, read), self._named(), nbytes, may_repeat=may_repeat)
         pending.variables = variables
         self._threads.submit(pending)
-        _held.add(pending.held_bytes)
-        self._entries.append(pending)
+        held.add(pending.held_bytes)
+        self.entries.append(pending)
         self._reads += 1
 
-    def _taken(self) -> Values | Exception | None:
-        entry = self._entries.popleft()
-        self._was_read, self._drawn = isinstance(entry, _Pending), None
-        if entry is None:
-            return None
-        self._drawn = entry.drawn
-        if isinstance(entry, _Pending):
-            self._reads -= 1
-            self._threads.give_up(entry)
-            self._look_at_rng()
-            _require_unchanged(entry.variables)
-            is_of_sample = True
-        else:
-            self._ready -= entry.error is None
-            _held.add(-entry.held_bytes)
-            is_of_sample = entry.is_of_sample
-        error = entry.error
-        if error is None:
-            return entry.values
-        if is_of_sample and self._skips and isinstance(error, Exception) and is_fault(error):
-            return error
-        raise error
+
+class Samples:
+    """The samples of one task, in their order. Used in one thread."""
+
+    def __init__(self, streams: Streams, threads: Threads) -> None:
+        self._streams, self._threads = streams, threads
+        self.counts = threads.counts
+        self.are_divided = isinstance(streams, Stream) and streams.is_divided
+
+    @property
+    def drawn(self) -> str:
+        """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
+        return self._streams.drawn
+
+    @property
+    def has_reads(self) -> bool:
+        """True if the sampler has yielded one."""
+        return bool(self._streams.has_reads)
+
+    def take(self, wanted_rows: int, go_on: Callable[[], None]) -> Values | Exception | None:
+        """Return the next sample, or its fault, or None once a call of the sampler has ended.
+
+        Args:
+            wanted_rows: rows that the task has room for. Reads are begun for about so many.
+            go_on: called where threads are free and no read is left to begin, and a few times a second while
+                a read is waited for. May raise.
+        Blocks: until it is read.
+        Raises: what the sampler or the read raised, or `go_on`. SamplerError: neither a sample nor a read.
+        """
+        while True:
+            self._await(wanted_rows, go_on)
+            if self._streams.reads and self._threads.backlog < 0:
+                go_on()
+            taken = self._streams.taken()
+            if taken is not NOTHING:
+                return taken
+
+    def begin(self, wanted_rows: int) -> None:
+        """Begin reads for about so many rows, and wait for none."""
+        while self._threads.backlog < self._threads.count:
+            stream = self._streams.behind(wanted_rows)
+            if stream is None:
+                return
+            stream.advance()
+
+    def has_more(self) -> bool:
+        """True if this call of the sampler yields something more. Blocks: as the sampler does."""
+        due = self._streams.due
+        assert due is not None
+        while not due.entries:
+            due.advance()
+        return due.entries[0] is not None
+
+    def close(self) -> None:
+        """Give up what was not taken, and close the samplers. Reads that run already go on by themselves."""
+        with _closing():
+            self._streams.close()
+
+    def _await(self, wanted_rows: int, go_on: Callable[[], None]) -> None:
+        """Wait until the next sample can be taken."""
+        while True:
+            due = self._streams.due
+            head = due.entries[0] if due is not None and due.entries else None
+            pending = head if isinstance(head, _Pending) and not head.has_ended else None
+            is_empty = due is not None and not due.entries
+            is_enough = not is_empty and self._threads.backlog >= self._threads.count
+            behind = None
+            if (is_empty or pending is not None or self._threads.backlog < 0) and not is_enough:
+                behind = self._streams.behind(wanted_rows)
+            if behind is not None:
+                behind.advance()
+            elif pending is None:
+                return
+            else:
+                go_on()
+                began = time.monotonic()
+                seconds = self._threads.hedge()
+                pending.wait(min(seconds, _QUEUE_SECONDS) if is_enough else seconds)
+                self.counts.add(reading_seconds=time.monotonic() - began)
 
 
 def single(samples: Iterable[Any], rng: np.random.Generator) -> Generator[Any, None, None]:
@@ -624,6 +747,15 @@ def single(samples: Iterable[Any], rng: np.random.Generator) -> Generator[Any, N
             yield sample
     finally:
         _close(iterator)
+
+
+@contextmanager
+def _closing() -> Iterator[None]:
+    was_closing, _of_thread.is_closing = is_closing(), True
+    try:
+        yield
+    finally:
+        _of_thread.is_closing = was_closing
 
 
 def _close(yielded: object) -> None:
@@ -659,7 +791,17 @@ def values_of(read: Read) -> Values:
     )
 
 
-def _nbytes(values: object, depth: int = 0) -> int:
+def rows_in(values: Values) -> int:
+    """The number of samples in what a sampler gave. 1 where it cannot be told: who appends them says why."""
+    if not isinstance(values, Rows):
+        return 1
+    counts: set[int] = set()
+    with suppress(Exception):  # of anybody's class
+        counts = {len(column) for column in values.values()}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def nbytes_of(values: object, depth: int = 0) -> int:
     """About the bytes of a sample, of its arrays and texts, also in lists.
 
     Never raises, since a read would have no end: what cannot tell its bytes, such as a dataset of a closed
@@ -671,10 +813,15 @@ def _nbytes(values: object, depth: int = 0) -> int:
         if isinstance(values, Mapping):
             values = [*values.values()]
         if isinstance(values, list | tuple):  # which may hold itself
-            return sum(_nbytes(each, depth + 1) for each in values) if depth < _MAX_DEPTH else 0
+            return sum(nbytes_of(each, depth + 1) for each in values) if depth < _MAX_DEPTH else 0
         return max(0, int(getattr(values, "nbytes", 0)))
     except Exception:  # noqa: BLE001  # the code of anybody's class
         return 0
+
+
+def leaves_out() -> bool:
+    """True in a sampler whose task leaves out samples that cannot be had."""
+    return getattr(_of_thread, "skips", False)
 
 
 def made_or_fault(make: Callable[[], T]) -> T | Fault:
@@ -685,7 +832,7 @@ def made_or_fault(make: Callable[[], T]) -> T | Fault:
     try:
         return make()
     except Exception as error:
-        if getattr(_of_thread, "skips", False) and is_fault(error):
+        if leaves_out() and is_fault(error):
             return Fault(error)
         raise
 
@@ -696,7 +843,7 @@ def first_whole(reads: Iterable[Callable[[], T | None]]) -> T | None:
     Raises: the first fault, where none of the first _MAX_FAULTS gives one; whatever else a read raises.
     """
     fault = None
-    skipped, _of_thread.skips = getattr(_of_thread, "skips", False), True
+    skipped, _of_thread.skips = leaves_out(), True
     try:
         for read in islice(reads, _MAX_FAULTS):
             try:

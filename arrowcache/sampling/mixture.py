@@ -20,19 +20,15 @@ from numpy.typing import NDArray
 from arrowcache.errors import SamplerError, log, sentence_of
 from arrowcache.lifetimes import call_all
 from arrowcache.sampling.reads import (
-    MAX_EMPTY_CALLS,
-    NOTHING,
     Rows,
     Sampler,
-    Stream,
-    Streams,
     Threads,
     Values,
     held,
     nbytes_of,
     rows_in,
-    yielded_nothing,
 )
+from arrowcache.sampling.samples import MAX_EMPTY_CALLS, NOTHING, Stream, Streams, yielded_nothing
 
 _BLOCK_ROWS = 256  # whose parts are drawn at a time, at most
 _BLOCK_SHARE = 16  # of the rows before it: where a segment ends within a block, little of a part is cut off

@@ -38,16 +38,14 @@ from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
 from arrowcache.sampling.mixture import streams_of
 from arrowcache.sampling.reads import (
-    MAX_EMPTY_CALLS,
     Counts,
     Rows,
     Sampler,
-    Samples,
     Threads,
     seconds_of,
-    yielded_nothing,
 )
 from arrowcache.sampling.retries import is_marked, is_refusal, mark_permanent
+from arrowcache.sampling.samples import MAX_EMPTY_CALLS, Samples, yielded_nothing
 from arrowcache.storage.counters import ReadCounts, SamplerPage
 from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity

@@ -30,8 +30,9 @@ from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
 from arrowcache.pickling import pickled
-from arrowcache.sampling.reads import Fault, Read, Rows, at_once, made_or_fault
+from arrowcache.sampling.reads import Read, Rows, at_once
 from arrowcache.sampling.retries import Retries, in_place_of, is_of_decoder, mark_permanent, tally
+from arrowcache.sampling.samples import Fault, made_or_fault
 from arrowcache.sampling.sources.object_store import (
     URI,
     Handles,

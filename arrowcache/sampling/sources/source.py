@@ -27,22 +27,17 @@ from arrowcache.lifetimes import Closable
 from arrowcache.native.order import KEYS, Pass, Stage
 from arrowcache.sampling.mixture import Parts, streams_of
 from arrowcache.sampling.reads import (
-    Fault,
     Read,
     Rows,
     Sampler,
-    Samples,
     Threads,
-    first_whole,
     go_on_alone,
     hedge_of,
     is_read,
-    leaves_out,
-    made_or_fault,
-    single,
     values_of,
 )
 from arrowcache.sampling.retries import Retries, mark_permanent
+from arrowcache.sampling.samples import Fault, Samples, first_whole, leaves_out, made_or_fault, single
 from arrowcache.sampling.task import fitted, require_policy
 from arrowcache.units import require_function
 

@@ -23,8 +23,9 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.reads import Samples, Stream, Threads, at_once, held_bytes
+from arrowcache.sampling.reads import Threads, at_once, held_bytes
 from arrowcache.sampling.retries import Retries, may_pass
+from arrowcache.sampling.samples import Samples, Stream
 from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Task
 

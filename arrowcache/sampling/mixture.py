@@ -163,7 +163,9 @@ class Mixture(Streams):
                 if values is None:
                     self._end_call(number)
             except Exception as error:
-                if not self._of.skips or self._of.owner in getattr(error, "outside", ()):
+                self.read_failed = self._parts[number].read_failed
+                is_of_part = self._of.owner not in getattr(error, "outside", ())
+                if not (self._of.skips and is_of_part) or self.read_failed:
                     raise
                 self._leave_out(number, error)
                 return NOTHING

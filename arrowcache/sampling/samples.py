@@ -87,6 +87,9 @@ class Streams(ABC):
     drawn: str = ""
     """The name of the sample that was taken last, if the sampler's attribute `drawn` tells it."""
 
+    read_failed: bool = False
+    """True if `taken` raised the error of a read that a sampler had yielded, which is the pool's to judge."""
+
     @property
     @abstractmethod
     def due(self) -> Stream | None:
@@ -163,6 +166,7 @@ class Stream(Streams):
         self.is_divided = getattr(sampler, "is_divided", False)
         plan = None if rows is None else getattr(sampler, "plan_reads", None)
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
+        self._plans = plan is not None
         self._is_whole = self.is_divided or plan is not None  # a call yields all that the task has room for
         self._yielded: Iterator[Any] | None = None  # of the call at work
         self.entries: deque[Pending | _Ready | None] = deque()  # None: the end of a call
@@ -219,6 +223,7 @@ class Stream(Streams):
             return entry.values
         if is_of_sample and self._skips and isinstance(error, Exception) and is_fault(error):
             return error
+        self.read_failed = isinstance(entry, Pending) and not self._plans
         raise error
 
     def close(self) -> None:

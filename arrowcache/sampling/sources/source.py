@@ -208,10 +208,10 @@ class Mix(Source):
     Args:
         sources: source -> weight, or pairs of both. Any sampler is a source. A sample is drawn from a source
             without a schema, to infer it.
-        on_error: "raise"; or "skip": a source that fails, or one of its reads, is left out until the task's
-            segment is full, with a logged warning, and is tried again in the next task. A task's content then
-            also depends on which sources failed. A sample that cannot be had is the pool's to skip, see its
-            `on_error`.
+        on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, with a
+            logged warning, and is tried again in the next task. A task's content then also depends on which
+            sources failed. A sample that cannot be had is the pool's to skip, see its `on_error`, and so is
+            a read that a sampler of yours yields.
     Raises: ValueError: no source; a weight that is zero, negative, infinite or not a number. SchemaError:
         sources whose schemas differ: names source and field.
 

@@ -294,6 +294,23 @@ def test_a_source_whose_read_fails_is_left_out_from_there_on(reads, caplog):
         segment(MIXES["planned"](before), reads)
 
 
+@pytest.mark.parametrize("reads", [1, 8])
+def test_a_read_that_ones_own_sampler_yields_fails_the_task_in_a_mix_too(reads):
+    def fail():
+        raise PermissionError("no")
+
+    def own(rng):
+        yield {"kind": 1, "x": 0.5}
+        yield fail
+        while True:
+            yield {"kind": 1, "x": 0.5}
+
+    inner = Mix({own: 1}, on_error="skip")
+    for mix in (Mix({own: 1, Numbers(0): 1}, on_error="skip"), Mix({inner: 1, Numbers(0): 1})):
+        with pytest.raises(PermissionError):
+            segment(mix, reads)
+
+
 def test_a_function_around_a_mix_that_fails_is_none_of_its_sources():
     def odd(sample):
         return sample if int(sample["kind"]) == 0 else 1 / 0

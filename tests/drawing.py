@@ -19,8 +19,9 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.pickling import pickled
-from arrowcache.sampling.reads import Sampler, Threads, single
+from arrowcache.sampling.reads import Sampler, Threads
 from arrowcache.sampling.retries import Retries
+from arrowcache.sampling.samples import single
 from arrowcache.sampling.task import Task, draw, samples_of
 
 _ELSEWHERE = """

@@ -37,17 +37,16 @@ from arrowcache.errors import CacheFormatError, SamplerError, SchemaError, sente
 from arrowcache.lifetimes import at_fork
 from arrowcache.os_errors import explaining
 from arrowcache.pickling import CANNOT_UNPICKLE, unpickled
+from arrowcache.sampling.mixture import streams_of
 from arrowcache.sampling.reads import (
-    MAX_EMPTY_CALLS,
     Counts,
     Rows,
     Sampler,
-    Samples,
     Threads,
     seconds_of,
-    yielded_nothing,
 )
 from arrowcache.sampling.retries import is_marked, is_refusal, mark_permanent
+from arrowcache.sampling.samples import MAX_EMPTY_CALLS, Samples, yielded_nothing
 from arrowcache.storage.counters import ReadCounts, SamplerPage
 from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
@@ -440,7 +439,8 @@ def samples_of(sampler: Sampler, task: Task, threads: Threads, form: Form) -> Sa
     """Return task k's samples, of which none is drawn yet. Gives pyarrow as many I/O threads as reads."""
     pa.set_io_thread_count(max(threads.count, pa.io_thread_count()))
     rng = np.random.default_rng(np.random.SeedSequence(task.seed, spawn_key=(task.number,)))
-    return Samples(sampler, rng, threads, form.segment_bytes, task.size(form).rows, skips=task.skips)
+    rows = task.size(form).rows
+    return Samples(streams_of(sampler, rng, threads, form.segment_bytes, rows, skips=task.skips), threads)
 
 
 def require_few(drawn: int, skipped: int, fault: str) -> None:
@@ -555,7 +555,6 @@ def draw(
                 empty_rows = 0 if rows.count else empty_rows + 1
                 if empty_rows == _EMPTY_ROWS and not samples.are_divided:
                     raise SamplerError(f"the sampler yielded Rows without a row {_EMPTY_ROWS} times in a row")
-                samples.learn(rows.count, rows.nbytes)
                 is_full = builder.take(rows, 0) < rows.count or builder.is_full
             except _CANNOT_TAKE as error:
                 mark_permanent(error)

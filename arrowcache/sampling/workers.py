@@ -28,7 +28,7 @@ from arrowcache.lifetimes import at_fork, exit_beside_threads
 from arrowcache.os_errors import explained, start
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.process import Channel, Message, WorkerGroup, WorkerProcess
-from arrowcache.sampling.reads import is_closing
+from arrowcache.sampling.samples import is_closing
 from arrowcache.sampling.task import Done, Task, are_reading, close_ahead, failure, run
 
 _CLOSING_SECONDS = 3.0  # for a sampler to give its next sample, and its generator to close

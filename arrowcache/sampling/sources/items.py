@@ -22,8 +22,8 @@ from arrowcache.arrow.items import ItemForm, item_of
 from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SchemaError
-from arrowcache.sampling.reads import first_whole, made_or_fault
 from arrowcache.sampling.retries import mark_permanent
+from arrowcache.sampling.samples import first_whole, made_or_fault
 from arrowcache.sampling.sources.source import Source, of_task
 from arrowcache.sampling.task import size_of
 from arrowcache.units import format_count, parse_count

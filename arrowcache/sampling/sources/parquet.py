@@ -30,8 +30,9 @@ from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SamplerError, SchemaError
 from arrowcache.limits import Limits
 from arrowcache.pickling import pickled
-from arrowcache.sampling.reads import Fault, Read, Rows, at_once, made_or_fault
+from arrowcache.sampling.reads import Read, Rows, at_once
 from arrowcache.sampling.retries import Retries, in_place_of, is_of_decoder, mark_permanent, tally
+from arrowcache.sampling.samples import Fault, made_or_fault
 from arrowcache.sampling.sources.object_store import (
     URI,
     Handles,
@@ -190,7 +191,7 @@ class ParquetRows(Source):
         if self.ramp and self.is_divided:
             raise ValueError("passes= draws all rows of each row group: leave rows_per_group= out")
         self._filter = filter
-        self.plans_exactly = filter is None and not self.is_divided
+        self._plans_exactly = filter is None and not self.is_divided
         self._fill = dict(fill or {})
         self._kept: Handles[_Open] = Handles(_MAX_OPEN)
         self._store, paths = locate(uri, filesystem, retries)
@@ -283,7 +284,7 @@ class ParquetRows(Source):
         """
         empty = _Empty()
         for number, (group, taken) in enumerate(self._parts(rng)):
-            if self.plans_exactly:
+            if self._plans_exactly:
                 taken = min(taken, rows)
                 rows -= taken
             # A number, and no generator of its own: what is tried again draws the same.

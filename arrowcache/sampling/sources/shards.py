@@ -22,8 +22,8 @@ from numpy.lib import format as npy
 from arrowcache.arrow.convert import require_value
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.reads import Fault, first_whole, made_or_fault
 from arrowcache.sampling.retries import Retries, in_place_of
+from arrowcache.sampling.samples import Fault, first_whole, made_or_fault
 from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile, locate
 from arrowcache.sampling.sources.source import Choice, Source, first_of, shuffled
 from arrowcache.units import did_you_mean, parse_count

@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,24 +22,22 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.arrow.segment import Form
-from arrowcache.errors import SamplerError, SchemaError, log, sentence_of
-from arrowcache.lifetimes import Closable, call_all
+from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.lifetimes import Closable
 from arrowcache.native.order import KEYS, Pass, Stage
+from arrowcache.sampling.mixture import Parts, streams_of
 from arrowcache.sampling.reads import (
-    MAX_EMPTY_CALLS,
     Read,
     Rows,
     Sampler,
-    first_whole,
+    Threads,
     go_on_alone,
     hedge_of,
     is_read,
-    made_or_fault,
-    single,
     values_of,
-    yielded_nothing,
 )
-from arrowcache.sampling.retries import mark_permanent
+from arrowcache.sampling.retries import Retries, mark_permanent
+from arrowcache.sampling.samples import Fault, Samples, first_whole, leaves_out, made_or_fault, single
 from arrowcache.sampling.task import fitted, require_policy
 from arrowcache.units import require_function
 
@@ -77,11 +75,9 @@ class Source(Closable, ABC):
 
     plan_reads: Callable[[np.random.Generator, int], Iterator[Read]] | None = None
     """Yields reads, of the same distribution as the samples of a call, which give as many rows together as it
-    is asked for. So a segment's rows are drawn at once, and fetched in the order and in the pieces in which
-    they lie in the store. None: it draws one by one."""
-
-    plans_exactly: bool = True
-    """False: a plan does not know how many rows its reads will give, and goes on without end."""
+    is asked for; without end, where it cannot tell how many they will give. So a segment's rows are drawn at
+    once, and fetched in the order and in the pieces in which they lie in the store. None: it draws one by
+    one."""
 
     hedge: bool = False
     """True: a read that takes unusually long is begun again in another thread, and the first success counts.
@@ -212,11 +208,15 @@ class Mix(Source):
     Args:
         sources: source -> weight, or pairs of both. Any sampler is a source. A sample is drawn from a source
             without a schema, to infer it.
-        on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, with
-            a logged warning, and is tried again in the next task. A task's content then also depends on which
-            sources failed. A sample that cannot be had is the pool's to skip, see its `on_error`.
+        on_error: "raise"; or "skip": a source that fails is left out until the task's segment is full, with a
+            logged warning, and is tried again in the next task. A task's content then also depends on which
+            sources failed. A sample that cannot be had is the pool's to skip, see its `on_error`, and so is
+            a read that a sampler of yours yields.
     Raises: ValueError: no source; a weight that is zero, negative, infinite or not a number. SchemaError:
         sources whose schemas differ: names source and field.
+
+    A pool has `reads` reads of all sources together at work, and each source plans that can. The weights are
+    those of rows, also where a source gives many at once, a filter leaves some out, or one cannot be had.
     """
 
     def __init__(
@@ -244,67 +244,26 @@ class Mix(Source):
     def __repr__(self) -> str:
         return f"Mix of {len(self._sources)}: {', '.join(map(repr, self._sources))}"
 
-    def __call__(self, rng: np.random.Generator) -> Iterator[Mapping[str, Any]]:
-        """Draw samples one by one; each source goes on after its last sample."""
-        streams = [self._stream(number, rng) for number in range(len(self._sources))]
-        left = list(range(len(streams)))
-        choice = Choice(self._weights)
+    def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
+        """Draw samples one by one, and read them here; a pool reads those of all sources at a time."""
+        threads, skips = Threads(0, Retries(0)), leaves_out()
+        samples = Samples(streams_of(self, rng, threads, 0, None, skips=skips), threads)
         try:
             while True:
-                number = left[choice.draw(rng)]
-                try:
-                    sample = next(streams[number])
-                except Exception as error:
-                    if not self._skips:
-                        raise
-                    why = sentence_of(error)
-                    log(f"{self._names[number]} failed and is left out of this task: {why}")
-                    left = [other for other in left if other != number]
-                    if not left:
-                        message = f"all {len(streams)} sources failed, the last with: {why}"
-                        raise SamplerError(message) from error
-                    choice = Choice([self._weights[other] for other in left])
-                else:
-                    yield sample
+                sample = samples.take(1, lambda: None)
+                yield Fault(sample) if isinstance(sample, Exception) else sample
         finally:
-            call_all(stream.close for stream in streams)
+            samples.close()
 
     @property
-    def plan_reads(self) -> Callable[[np.random.Generator, int], Iterator[Read]] | None:  # type: ignore[override]  # never set here
-        """A plan of shares, as they come by chance. None if a source does not plan, or one may be left out.
-
-        Nor with a schema of variable length: a segment that is full before would lack the last source.
-        """
-        plans = all(
-            getattr(source, "plan_reads", None) is not None and getattr(source, "plans_exactly", True)
-            for source in self._sources
-        )
-        return self._planned if plans and not self._skips and not self.schema.variable else None
-
-    def _planned(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
-        shares = rng.multinomial(rows, np.array(self._weights) / math.fsum(self._weights))
-        for source, share in zip(self._sources, shares.tolist(), strict=True):
-            if share:
-                yield from source.plan_reads(rng, share)  # type: ignore[attr-defined]  # one that plans
-
-    @property
-    def hedge(self) -> bool:  # type: ignore[override]  # never set here
-        return all(map(hedge_of, self._sources))
+    def parts(self) -> Parts:
+        """Its sources, for the pool, which draws from each of them as it does from one alone."""
+        return Parts(self._sources, self._names, self._weights, self._skips, self)
 
     def close(self) -> None:
         for source in self._sources:
             if isinstance(source, Source):
                 source.close()
-
-    def _stream(self, number: int, rng: np.random.Generator) -> Generator[Mapping[str, Any], None, None]:
-        """Yield a source's samples without end: a source that ends is called again."""
-        empty = 0
-        while empty < MAX_EMPTY_CALLS:
-            empty += 1
-            for sample in single(self._sources[number](rng), rng):
-                empty = 0
-                yield sample
-        raise yielded_nothing(self._names[number])
 
 
 def _require_same(name: str, schema: Schema, first: Schema) -> None:
@@ -332,6 +291,8 @@ class Map(Source):
             field cannot be inferred from one sample.
     Raises: TypeError: not a function. Errors of the source or the function.
     """
+
+    _outside: tuple[object, ...] = ()  # mixes of whose parts this is one: an error of its is none of a part
 
     def __init__(
         self,
@@ -374,8 +335,17 @@ class Map(Source):
         return hedge_of(self._source)
 
     @property
-    def plans_exactly(self) -> bool:  # type: ignore[override]  # never set here
-        return getattr(self._source, "plans_exactly", True)
+    def parts(self) -> Parts | None:
+        """Those of a mix, each with this function."""
+        parts = getattr(self._source, "parts", None)
+        if not isinstance(parts, Parts):
+            return None
+        return parts._replace(samplers=[self._around(each, parts.owner) for each in parts.samplers])
+
+    def _around(self, part: Sampler, mix: object) -> Map:
+        changed = copy.copy(self)
+        changed._source, changed._outside = part, (*self._outside, mix)
+        return changed
 
     def _planned(self, rng: np.random.Generator, rows: int) -> Iterator[Read]:
         for read in self._source.plan_reads(rng, rows):  # type: ignore[attr-defined]  # one that plans
@@ -412,15 +382,20 @@ class Map(Source):
         return Rows({name: [each[name] for each in changed] for name in names})
 
     def _changed(self, sample: Mapping[str, Any], own: list[np.random.Generator]) -> Mapping[str, Any]:
-        changed = self._function(dict(sample), *own)
-        if not isinstance(changed, Mapping):
-            raise mark_permanent(
-                SamplerError(
-                    f"{self!r}: the function must return a sample, a mapping of field names to values, not "
-                    f"{type(changed).__name__}"
-                ),
-                is_fault=changed is None,
-            )
+        try:
+            changed = self._function(dict(sample), *own)
+            if not isinstance(changed, Mapping):
+                raise mark_permanent(
+                    SamplerError(
+                        f"{self!r}: the function must return a sample, a mapping of field names to values, "
+                        f"not {type(changed).__name__}"
+                    ),
+                    is_fault=changed is None,
+                )
+        except Exception as error:
+            if self._outside:
+                error.outside = self._outside  # type: ignore[attr-defined]
+            raise
         return changed
 
 

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.arrow.segment import row_bytes
 from arrowcache.errors import SchemaError
-from arrowcache.sampling.reads import Fault, Read, Rows, at_once, made_or_fault
+from arrowcache.sampling.reads import Read, Rows, at_once
 from arrowcache.sampling.retries import Retries
+from arrowcache.sampling.samples import Fault, made_or_fault
 from arrowcache.sampling.sources.arrays import (
     Array,
     ArrayLayout,

@@ -23,8 +23,9 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
-from arrowcache.sampling.reads import Samples, Threads, at_once, held_bytes
+from arrowcache.sampling.reads import Threads, at_once, held_bytes
 from arrowcache.sampling.retries import Retries, may_pass
+from arrowcache.sampling.samples import Samples, Stream
 from arrowcache.sampling.sources import Map, Mix
 from arrowcache.sampling.task import Task
 
@@ -227,7 +228,7 @@ def test_a_sample_that_does_not_fit_is_named_though_the_sampler_has_gone_on():
 def test_reads_that_were_given_up_do_not_run_and_those_at_work_count():
     store, threads = Store(), Threads(3, Retries(0))
     store.gate.clear()
-    samples = Samples(counting(store.read), np.random.default_rng(0), threads, 1 << 20)
+    samples = Samples(Stream(counting(store.read), np.random.default_rng(0), threads, 1 << 20), threads)
     samples.begin(ROWS)
     wait_until(lambda: store.at_work == 3, "the reads")
     samples.close()
@@ -257,9 +258,10 @@ def test_what_waits_to_be_taken_is_bounded_by_bytes():
 
     def taken(samples: Samples) -> None:
         assert samples.take(1 << 20, lambda: None) is not None
-        samples.learn(1, 1032)
 
-    samples = Samples(counting(store.read), np.random.default_rng(0), threads, form.segment_bytes)
+    samples = Samples(
+        Stream(counting(store.read), np.random.default_rng(0), threads, form.segment_bytes), threads
+    )
     taken(samples)
     wait_until(lambda: not threads.are_reading, "the reads")
     for _ in range(20):
@@ -294,10 +296,10 @@ def test_what_waits_behind_a_slow_read_is_bounded_by_its_bytes_though_small_ones
         if looks > 20:
             raise Enough
 
-    samples, looks = Samples(sampler, np.random.default_rng(0), threads, 1_000_000), 0
+    samples = Samples(Stream(sampler, np.random.default_rng(0), threads, 1_000_000), threads)
+    looks = 0
     try:
         assert samples.take(1 << 20, look) == {"id": 1, "x": b"small"}
-        samples.learn(1, 13)
         wait_until(lambda: store.at_work == 1 or not threads.are_reading, "the first reads")
         with pytest.raises(Enough):
             samples.take(1 << 20, look)
@@ -313,9 +315,9 @@ def test_what_waits_behind_a_slow_read_is_bounded_by_its_bytes_though_small_ones
 
 def test_a_forked_child_holds_no_bytes_of_its_parents_reads():
     store, threads, before = Store(), Threads(2, Retries(0)), held_bytes()
-    threads.learn(1, 1 << 20)
+    threads.mean_of(()).learn(1, 1 << 20)
     store.gate.clear()
-    samples = Samples(counting(store.read), np.random.default_rng(0), threads, 1 << 30)
+    samples = Samples(Stream(counting(store.read), np.random.default_rng(0), threads, 1 << 30), threads)
     samples.has_more()
     samples.begin(8)
 
@@ -639,7 +641,7 @@ def test_map_and_mix_of_reads_are_those_of_samples(read):
         both = Mix([(Map(own, changed, schema=SCHEMA), 1), (counted(row, is_read=is_read), 2)])
         return ids_of(both, 8)
 
-    if read is row:  # what reads return many at a time a mix takes as one
+    if read is row:  # for what a read returns many at a time a map has one generator
         assert ids(True) == ids(False)
     assert ids(True) == ids(True)
     assert ids_of(Map(counted(read, is_read=True), lambda sample: sample), 8) == ids_of(

@@ -24,7 +24,7 @@ from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
 from arrowcache.pickling import pickled
-from arrowcache.sampling.reads import single
+from arrowcache.sampling.samples import single
 from arrowcache.sampling.task import Size, Task, run, size_of
 from arrowcache.storage.locks import LockFile
 

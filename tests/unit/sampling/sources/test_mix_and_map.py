@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from drawing import digest, require_pure, take
+from drawing import digest, fill, require_pure, take
+from helpers import wait_until
 
 import arrowcache as ac
+from arrowcache.arrow.builder import SegmentBuilder
+from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError, SchemaError
+from arrowcache.sampling.mixture import streams_of
+from arrowcache.sampling.reads import Threads, held_bytes
+from arrowcache.sampling.retries import Retries
+from arrowcache.sampling.samples import Samples
 from arrowcache.sampling.sources import Map, Mix, ParquetRows
+from arrowcache.sampling.task import Task
 
 
 class Numbers:
@@ -117,6 +133,226 @@ def test_what_the_consumer_raises_into_a_mix_is_no_source_that_failed():
     next(samples)
     with pytest.raises(RuntimeError, match="of the consumer"):
         samples.throw(RuntimeError("of the consumer"))
+
+
+def nothing(kind: int, number: int) -> None:
+    """Before a read nothing happens."""
+
+
+class Planned:
+    """A source that plans reads of ten rows. Where a filter keeps fewer, it does not know how many."""
+
+    schema = ac.Schema({"kind": ac.Tensor("int64"), "x": ac.Tensor("float64")})
+
+    def __init__(self, kind: int, before: Callable[[int, int], object] = nothing, keeps: int = 10) -> None:
+        self.kind, self.before, self.keeps = kind, before, keeps
+        self.rows_read = 0
+
+    def __repr__(self) -> str:
+        return f"Planned({self.kind})"
+
+    def __call__(self, rng):
+        raise AssertionError("a pool asks for its plan")
+
+    def plan_reads(self, rng, rows):
+        for number in itertools.count():
+            if self.keeps == 10 and number * 10 >= rows:
+                return
+            count = min(10, rows - number * 10) if self.keeps == 10 else 10
+            yield partial(self.read, number, int(rng.integers(1 << 30)), count)
+
+    def read(self, number: int, key: int, count: int) -> ac.Rows:
+        self.before(self.kind, number)
+        self.rows_read += count
+        kept = np.arange(count)[np.random.default_rng(key).permutation(count) < self.keeps]
+        return ac.Rows(kind=np.full(len(kept), self.kind), x=key + kept * 0.5)
+
+
+def with_text(source) -> Map:
+    schema = ac.Schema({**Planned.schema, "text": ac.String()})
+    return Map(source, lambda sample: {**sample, "text": "x" * (int(sample["x"]) % 50)}, schema=schema)
+
+
+def of_reads(kind: int, before: Callable[[int, int], object]):
+    """A user's own generator, of reads."""
+    source = Planned(kind, before)
+
+    def sampler(rng):
+        for number in range(30):
+            yield partial(source.read, number, int(rng.integers(1 << 30)), int(rng.integers(4)))
+
+    sampler.schema = source.schema
+    return sampler
+
+
+MIXES: dict[str, Callable[[Any], Any]] = {
+    "planned": lambda before: Mix([(Planned(0, before), 3), (Planned(1, before), 1)]),
+    "skips": lambda before: Mix([(Planned(0, before), 3), (Planned(1, before), 1)], on_error="skip"),
+    "beside one's own": lambda before: Mix(
+        [(Planned(0, before), 2), (Numbers(1), 1), (Planned(1, before), 1)]
+    ),
+    "beside reads": lambda before: Mix([(Planned(0, before), 3), (of_reads(1, before), 1)]),
+    "a filter": lambda before: Mix([(Planned(0, before), 3), (Planned(1, before, keeps=2), 1)]),
+    "text": lambda before: Mix([(with_text(Planned(n, before)), 3 - 2 * n) for n in range(2)]),
+    "mapped": lambda before: with_text(Mix([(Planned(0, before), 3), (Planned(1, before), 1)])),
+    "nested": lambda before: Mix(
+        [
+            (Mix([(Planned(0, before), 1)]), 3),
+            (Map(Mix({Numbers(1): 1, Planned(1, before): 1}), dict, schema=Planned.schema), 1),
+        ]
+    ),
+}
+
+
+def segment(source, reads: int = 8, rows: int = 200, nbytes: int = 1 << 22, **of_task) -> dict[str, list]:
+    """The rows of a task."""
+    builder, threads = SegmentBuilder(Form(source.schema, rows, nbytes)), Threads(reads, Retries(20, 0.0))
+    task = Task("", b"", "default.0", 0, token=0, ramp=False, reads=reads, **({"number": 3} | of_task))
+    fill(source, task, builder, threads=threads)
+    wait_until(lambda: not threads.are_reading, "the reads that it does not need")
+    assert held_bytes() == 0
+    return pa.ipc.open_file(b"".join(builder.encode().pieces)).read_all().to_pydict()
+
+
+@pytest.mark.parametrize("kind", MIXES)
+def test_a_mix_has_the_same_rows_whatever_reads_is_and_however_they_go(kind):
+    chance = random.Random(0)
+
+    def before(kind: int, number: int) -> None:
+        time.sleep(chance.choice([0, 0, 0.002]))
+        if chance.random() < 0.2:
+            raise ConnectionResetError("reset")
+
+    expected = segment(MIXES[kind](nothing), 1)
+    assert set(expected["kind"]) == {0, 1}
+    for reads in (1, 8, 64):
+        assert segment(MIXES[kind](before), reads) == expected
+
+
+@pytest.mark.parametrize("kind", MIXES)
+def test_a_mix_has_reads_of_all_its_sources_at_work_at_a_time(kind):
+    gate, lock, kinds = threading.Event(), threading.Lock(), []
+
+    def before(kind: int, number: int) -> None:
+        with lock:
+            kinds.append(kind)
+            if len(kinds) == 8:
+                gate.set()
+        assert gate.wait(10), "eight are at work"
+
+    source = MIXES[kind](before)
+    assert len(segment(source)["x"]) == 200
+    assert set(kinds[:8]) == {0, 1}
+
+
+def test_a_mix_reads_none_that_has_no_room():
+    one, two = Planned(0), Planned(1)
+    found = segment(Mix([(one, 3), (two, 1)]), 64)["kind"]
+    assert [one.rows_read, two.rows_read] == np.bincount(found).tolist()
+
+
+def share_of(source, tasks: int, **options) -> float:
+    """The share of rows of the first source."""
+    kinds = [kind for number in range(tasks) for kind in segment(source, number=number, **options)["kind"]]
+    return 1 - float(np.mean(kinds))
+
+
+@pytest.mark.parametrize("kind", MIXES)
+def test_the_weights_of_a_mix_are_those_of_rows(kind):
+    share = 0.5 if kind == "beside one's own" else 0.75
+    assert abs(share_of(MIXES[kind](nothing), 1, rows=4000) - share) < 0.04
+
+
+@pytest.mark.parametrize("nbytes", [2200, 4000])
+def test_where_a_segment_is_full_before_its_rows_no_source_is_cut_off(nbytes):
+    """Of some ten and fifty rows."""
+    share = share_of(MIXES["text"](nothing), 40, rows=400, nbytes=nbytes)
+    assert abs(share - 0.75) < 0.06
+
+
+def test_what_is_left_out_is_replaced_from_all_sources():
+    def before(kind: int, number: int) -> None:
+        if kind == 1 and number % 2:
+            raise FileNotFoundError("gone")
+
+    share = share_of(MIXES["planned"](before), 20, rows=400, skips=True)
+    assert abs(share - 0.75) < 0.04
+
+
+@pytest.mark.parametrize("reads", [1, 8, 64])
+def test_a_source_whose_read_fails_is_left_out_from_there_on(reads, caplog):
+    def before(kind: int, number: int) -> None:
+        if kind == 1 and number == 3:
+            raise PermissionError("no")
+
+    with caplog.at_level(logging.WARNING, "arrowcache"):
+        found = segment(MIXES["skips"](before), reads)
+    assert np.bincount(found["kind"]).tolist() == [170, 30]
+    assert found == segment(MIXES["skips"](before), 2)
+    assert "Planned(1), failed and is left out of this task: no" in caplog.records[0].getMessage()
+    with pytest.raises(PermissionError):
+        segment(MIXES["planned"](before), reads)
+
+
+@pytest.mark.parametrize("reads", [1, 8])
+def test_a_read_that_ones_own_sampler_yields_fails_the_task_in_a_mix_too(reads):
+    def fail():
+        raise PermissionError("no")
+
+    def own(rng):
+        yield {"kind": 1, "x": 0.5}
+        yield fail
+        while True:
+            yield {"kind": 1, "x": 0.5}
+
+    inner = Mix({own: 1}, on_error="skip")
+    for mix in (Mix({own: 1, Numbers(0): 1}, on_error="skip"), Mix({inner: 1, Numbers(0): 1})):
+        with pytest.raises(PermissionError):
+            segment(mix, reads)
+
+
+def test_a_function_around_a_mix_that_fails_is_none_of_its_sources():
+    def odd(sample):
+        return sample if int(sample["kind"]) == 0 else 1 / 0
+
+    mix = MIXES["skips"](nothing)
+    around = Map(mix, odd, schema=mix.schema)
+    with pytest.raises(ZeroDivisionError):
+        segment(around)
+    with pytest.raises(ZeroDivisionError):
+        take(Map(Mix({Numbers(1): 1}, on_error="skip"), odd, schema=mix.schema), 1)
+    kinds = segment(Mix({around: 1, Numbers(5): 1}, on_error="skip"))["kind"]
+    assert set(kinds[-100:]) == {5}, "of the other mix it is one"
+
+
+def test_what_waits_of_all_sources_of_a_mix_is_bounded_by_bytes():
+    gate, begun = threading.Event(), []
+
+    def before(kind: int, number: int) -> None:
+        begun.append(kind)
+        assert kind or number or gate.wait(10)
+
+    class Enough(Exception):
+        pass
+
+    def look() -> None:
+        looks.append(0)
+        if len(looks) > 5:
+            raise Enough
+
+    mix = Mix([(Planned(0, before), 1), (Planned(1, before), 1)])
+    threads, looks, rng = Threads(2, Retries(0)), [], np.random.default_rng(0)
+    samples = Samples(streams_of(mix, rng, threads, 20 * 160, 100_000), threads)
+    try:
+        with pytest.raises(Enough):
+            deque(iter(partial(samples.take, 100_000, look), None), 0)
+        wait_until(lambda: threads.at_work == 1, "those that may begin")
+        assert 15 < len(begun) < 30, "each has ten rows of 16 bytes"
+    finally:
+        gate.set()
+        samples.close()
+    wait_until(lambda: not threads.are_reading, "the first")
+    assert held_bytes() == 0
 
 
 # -- Map ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import arrowcache as ac
 from arrowcache.arrow.builder import SegmentBuilder
 from arrowcache.arrow.segment import Form
 from arrowcache.errors import SamplerError
-from arrowcache.sampling.reads import Threads, is_hedge
+from arrowcache.sampling.reads import Threads, held_bytes, is_hedge
 from arrowcache.sampling.retries import Retries
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows
 from arrowcache.sampling.task import Task, fitted
@@ -737,21 +737,47 @@ def test_a_map_to_rows_of_variable_length_fills_a_segment(tmp_path):
     assert digest(source, 8, rows=100_000) == digest(source, 1, rows=100_000)
 
 
-def test_a_mix_of_what_plans_plans_shares(tmp_path, parquet):
-    def pool(name: str, value: float) -> ArrayWindows:
-        np.save(tmp_path / f"{name}.npy", np.full(50, value))
-        return ArrayWindows(tmp_path / f"{name}.npy", (1,))
+def of_zeros(rng):
+    while True:
+        yield {"data": np.full(1, rng.random())}
 
-    one, two = pool("one", 1.0), pool("two", 2.0)
-    source = Mix({one: 3, two: 1})
-    share = np.mean(planned(source, 4000)["data"] == 1.0)
-    assert abs(share - 0.75) < 0.04
-    assert digest(source, 8) == digest(source, 1)
-    assert Mix({one: 3, Map(lambda rng: iter([{"data": np.zeros(1)}]), dict): 1}).plan_reads is None
-    assert Mix({one: 3, two: 1}, on_error="skip").plan_reads is None
-    rows = ParquetRows(parquet, ["id"])
-    assert len(planned(Mix({rows: 1, ParquetRows(parquet, ["id"], rows_per_group=3): 1}), 77)["id"]) == 77
-    assert Mix({rows: 1, ParquetRows(parquet, ["id"], pc.field("id") > 3): 1}).plan_reads is None
+
+def in_a_mix(folder: Path, kind: str, store: Any) -> Mix | Map:
+    """A mix of this kind, of files that a store reads."""
+    for number in range(2):
+        np.save(folder / f"{number}.npy", np.arange(300.0) + 1000 * number)
+        table = pa.table({"id": range(400), "text": [f"{number} of {'x' * (at % 7)}" for at in range(400)]})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=20)
+    retries = Retries(30, 0.0)
+
+    def windows(number: int) -> ArrayWindows:
+        return ArrayWindows(f"{folder}/{number}.npy", (1,), filesystem=store, retries=retries)
+
+    def rows(number: int, *given: Any) -> ParquetRows:
+        return ParquetRows(f"{folder}/{number}.parquet", *given, filesystem=store, retries=retries)
+
+    if kind == "text":
+        return Mix({rows(0): 3, rows(1): 1})
+    if kind == "filter":
+        return Mix({rows(0, ["id"]): 1, rows(1, ["id"], EACH_FOURTH): 1})
+    two = [(windows(0), 3), (windows(1), 1)]
+    return {
+        "planned": lambda: Mix(two),
+        "skip": lambda: Mix(two, on_error="skip"),
+        "own": lambda: Mix([*two, (of_zeros, 2)]),
+        "nested": lambda: Mix([(Mix(two), 1), (Map(Mix([*two, (of_zeros, 2)]), dict), 1)]),
+        "mapped": lambda: Map(Mix(two), lambda sample, rng: {"data": sample["data"] + rng.random()}),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["planned", "skip", "own", "nested", "mapped", "text", "filter"])
+def test_a_mix_has_the_same_rows_whatever_reads_is(tmp_path, kind):
+    expected = digest(in_a_mix(tmp_path, kind, LocalFileSystem()), 1)
+    for reads in (1, 8, 64):
+        store = Unreliable()
+        assert digest(in_a_mix(tmp_path, kind, store), reads) == expected
+        assert store.failures
+    wait_until(lambda: held_bytes() == 0, "the reads")
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ from arrowcache.sampling.reads import (
 )
 from arrowcache.sampling.retries import mark_permanent
 from arrowcache.sampling.task import fitted, require_policy
-from arrowcache.units import require_function
+from arrowcache.units import format_count, require_function
 
 T = TypeVar("T")
 
@@ -186,7 +186,9 @@ def parse_weights(weights: Sequence[float], names: Sequence[str]) -> list[float]
         or so large that their sum is infinite. TypeError: a weight that is no number.
     """
     if len(weights) != len(names):
-        raise ValueError(f"there are {len(weights)} weights for {len(names)}: {', '.join(names)}")
+        raise ValueError(
+            f"weights= has {format_count(len(weights), 'weight')} for {len(names)}: {', '.join(names)}"
+        )
     for weight, name in zip(weights, names, strict=True):
         if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
             raise TypeError(f"the weight of {name} must be a number, not {weight!r}")
@@ -261,7 +263,7 @@ class Mix(Source):
                     log(f"{self._names[number]} failed and is left out of this task: {why}")
                     left = [other for other in left if other != number]
                     if not left:
-                        message = f"all {len(streams)} sources failed, the last with: {why}"
+                        message = f"all {format_count(len(streams), 'source')} failed, the last with: {why}"
                         raise SamplerError(message) from error
                     choice = Choice([self._weights[other] for other in left])
                 else:

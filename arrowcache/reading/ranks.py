@@ -333,8 +333,8 @@ class SharedPlan:
                 are = "is" if len(damaged) == 1 else "are"
                 raise CorruptSegmentError(
                     f"{len(damaged)} of {format_count(len(before), 'segment')} that the ranks agreed on "
-                    f"{are} damaged ({', '.join(damaged[:3])}): end this epoch on all ranks, the next one goes "
-                    "without them"
+                    f"{are} damaged ({', '.join(damaged[:3])}): end this epoch on all ranks, the next one "
+                    "goes without them"
                 )
         except BaseException:
             snapshot.close()

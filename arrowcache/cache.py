@@ -321,7 +321,9 @@ class Cache(Shown, Closable):
 
     def __repr__(self) -> str:
         capacity = format_bytes(self._store.settings.capacity_bytes)
-        return f"<Cache {printable(self.path)}: {len(self.schema)} columns, capacity {capacity}>"
+        return (
+            f"<Cache {printable(self.path)}: {format_count(len(self.schema), 'column')}, capacity {capacity}>"
+        )
 
     def _card(self) -> Card:
         """The present content, or why it is unknown. Never raises, and waits at most some seconds."""
@@ -361,8 +363,8 @@ def _values(name: str, given: ArrayLike, rows: int, schema: Schema) -> NDArray[n
     array = on_host(given, name)
     if array.dtype.kind not in "biuf" or array.ndim > 1 or (array.ndim and len(array) != rows):
         raise ValueError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}, and there are {rows} ids: give a "
-            "number for each, or one for all"
+            f"{name} has shape {array.shape} and dtype {array.dtype}, and goes with "
+            f"{format_count(rows, 'id')}: give a number for each, or one for all"
         )
     values = np.empty(rows, np.float64)
     values[:] = array

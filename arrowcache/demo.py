@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 import arrowcache as ac
+from arrowcache.units import format_count
 
 try:
     import torch
@@ -234,7 +235,7 @@ def failures(epochs: Sequence[EpochLine], problems: Sequence[object]) -> list[st
             f"the snapshots did not double: {first.rows} rows in the first epoch, {last.rows} in the last"
         )
     if last.evicted == 0:
-        failed.append(f"no segment was evicted in {len(epochs)} epochs")
+        failed.append(f"no segment was evicted in {format_count(len(epochs), 'epoch')}")
     return failed
 
 
@@ -298,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first, last = epochs[0], epochs[-1]
         print(
             f"accuracy went from {first.accuracy_percent:.0f} to {last.accuracy_percent:.0f} %, "
-            f"rows from {first.rows} to {last.rows}, {last.evicted} segments were evicted, "
+            f"rows from {first.rows} to {last.rows}, {format_count(last.evicted, 'segment')} went, "
             f"and verify() found nothing wrong"
         )
     return 1 if failed else 0

@@ -303,7 +303,7 @@ class Timeline:
         ranked = sorted(total.items(), key=lambda entry: (-entry[1], entry[0]))
         if len(ranked) > len(COLORS):
             others = ranked[len(COLORS) :]
-            ranked[len(COLORS) :] = [(f"{len(others)} others", sum(rows for _, rows in others))]
+            ranked[len(COLORS) :] = [(format_count(len(others), "other"), sum(rows for _, rows in others))]
         return [(name, format_share(rows, total.total())) for name, rows in ranked]
 
     def span(self) -> str:
@@ -355,7 +355,7 @@ def _drawn(at: int, cell: Cell, highest: float, colors: dict[str, str]) -> Marku
         names = ", ".join(
             f"{shorten(name, _MAX_NAME)} {format_share(rows, total)}" for name, rows in cell.rows.items()
         )
-        title = f"{cell.segments} segments, {first} to {last}: {size}, by {names}"
+        title = f"{format_count(cell.segments, 'segment')}, {first} to {last}: {size}, by {names}"
     return element("g", element("title", title), *parts)
 
 

@@ -34,7 +34,7 @@ from arrowcache.arrow.schema import (
     type_name,
 )
 from arrowcache.errors import SchemaError
-from arrowcache.units import did_you_mean
+from arrowcache.units import did_you_mean, format_count
 
 _FORMATS = (  # first bytes, the format's name, what else to say of a file of it where another is wanted
     (b"\x1f\x8b\x08", "gzip", "it is compressed by gzip: decompress it"),
@@ -198,7 +198,8 @@ def values_of(name: str, column: pa.Array, kind: FieldType) -> Any:
         raise _unfit(name, column, kind)
     if column.null_count:
         raise SchemaError(
-            f"field {name!r} lacks {column.null_count} values, and columns have no missing ones: fill them"
+            f"field {name!r} lacks {format_count(column.null_count, 'value')}, and columns have no missing "
+            "ones: fill them"
         )
     try:
         if isinstance(kind, String | Binary):

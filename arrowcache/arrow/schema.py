@@ -324,7 +324,7 @@ def _without_names(sample: object) -> str:
     wanted = "a schema is inferred from one sample, a dict that names its values"
     if isinstance(sample, list | tuple):
         if sample and all(isinstance(value, Mapping) for value in sample):
-            return f"{wanted}, and this is a {what} of {len(sample)} dicts: give one of them"
+            return f"{wanted}, and this is a {what} of {format_count(len(sample), 'dict')}: give one of them"
         if hasattr(sample, "_asdict"):
             return f"{wanted}, and this is a {what}: write Schema.infer(sample._asdict())"
         what, given = f"{what} of {len(sample)}", list(sample)

@@ -45,6 +45,7 @@ from arrowcache.arrow.dtype import dtype_of
 from arrowcache.arrow.schema import Binary, FieldType, FixedType, Ragged, Schema, String, Tensor, VariableType
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.limits import Limits
+from arrowcache.units import format_count
 
 CHECKSUM_KEY = b"arrowcache.xxh3"
 SKIPPED_KEY = b"arrowcache.skipped"
@@ -174,7 +175,7 @@ def read_structure(file: pa.Buffer, schema: Schema, rows: int) -> Layout:
     """
     _, batch = _open(file, schema)
     if batch.num_rows != rows:
-        raise CorruptSegmentError(f"holds {batch.num_rows} rows, its name says {rows}")
+        raise CorruptSegmentError(f"holds {format_count(batch.num_rows, 'row')}, its name says {rows}")
     fixed, variable = [], []
     columns = []
     for number, (name, kind) in enumerate([*schema.fixed.items(), *schema.variable.items()]):
@@ -205,7 +206,9 @@ def check_bytes(file: pa.Buffer, schema: Schema) -> None:
         for start, size in _spans(file, name, kind, batch.column(number))
     ]
     if len(stored) != len(actual):
-        raise CorruptSegmentError(f"footer has {len(stored)} checksums for {len(actual)} buffers")
+        raise CorruptSegmentError(
+            f"footer has {format_count(len(stored), 'checksum')} for {format_count(len(actual), 'buffer')}"
+        )
     for expected, (name, found) in zip(stored, actual, strict=True):
         if expected != found:
             raise CorruptSegmentError(
@@ -317,7 +320,9 @@ def _spans(file: pa.Buffer, name: str, kind: FixedType | VariableType, array: pa
         elements = rows * kind.elements
     spans.append(checked(present[-1], size))
     if children is not None and len(children) != elements:
-        raise CorruptSegmentError(f"column {name!r} has {len(children)} elements, not what its rows need")
+        raise CorruptSegmentError(
+            f"column {name!r} has {format_count(len(children), 'element')}, not what its rows need"
+        )
     return spans
 
 

@@ -208,7 +208,10 @@ def create(
         [
             ("path", str(made.path)),
             ("capacity", format_bytes(settings.capacity_bytes)),
-            ("full segment", f"{settings.full_rows} rows, at most {format_bytes(settings.segment_bytes)}"),
+            (
+                "full segment",
+                f"{format_count(settings.full_rows, 'row')}, at most {format_bytes(settings.segment_bytes)}",
+            ),
             *settings.table,
             ("schema", format_schema(settings.schema)),
         ],
@@ -405,12 +408,10 @@ def _import_tfrecords(
 def _interrupted(rows: int, total: int | None, cache: Path, was_made: bool) -> str:
     if not rows:
         return "interrupted: nothing was imported"
-    of_all = "" if total is None else f" of {total:,}"
+    of_all = format_count(rows, "row") if total is None else f"{rows:,} of {format_count(total, 'row')}"
     removed = f", `rm -r {shlex.quote(str(cache))}` removes the cache" if was_made else ""
-    return (
-        f"interrupted: {rows:,}{of_all} rows were imported and stay; the same command goes on with the others"
-        f"{removed}"
-    )
+    kept = f"interrupted: imported {of_all}, which the cache keeps"
+    return f"{kept}; the same command goes on with the others{removed}"
 
 
 def _report_import(
@@ -521,7 +522,10 @@ def info(cache: CachePath, json: AsJson = False) -> None:
             ("rows", f"{stats.rows} of {format_bytes(row_bytes)}"),
             *(("notes", says) for says in marked_rows(opened.store, seen.segments)),
             *([("dataset", stats.hits)] if stats.items else []),
-            ("full segment", f"{settings.full_rows} rows, at most {format_bytes(settings.segment_bytes)}"),
+            (
+                "full segment",
+                f"{format_count(settings.full_rows, 'row')}, at most {format_bytes(settings.segment_bytes)}",
+            ),
             *settings.table,
             ("leased", f"{format_bytes(stats.leased_bytes)}, {format_count(len(seen.leases), 'lease')}"),
             ("samplers at work", len(seen.samplers)),

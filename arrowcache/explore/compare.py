@@ -45,7 +45,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, RowId, row_ids
 from arrowcache.storage.store import Store
-from arrowcache.units import parse_count
+from arrowcache.units import format_count, parse_count
 
 _WIDE_BYTES = 4096  # a column of such rows is hashed where it lies
 _ROWS, _COLUMNS = 8, 9
@@ -273,7 +273,7 @@ def similar(
     if metric not in METRICS:
         raise ValueError(f"metric={metric!r} must be one of {', '.join(METRICS)}")
     if len(wanted) > _MAX_ASKED:
-        raise ValueError(f"ids name {len(wanted):,} rows: begin from at most {_MAX_ASKED:,}")
+        raise ValueError(f"ids name {format_count(len(wanted), 'row')}: begin from at most {_MAX_ASKED:,}")
     store = store_of(cache)
     schema = store.settings.schema
     kind = _vectors(schema, column)
@@ -346,7 +346,8 @@ def map_of(
         frame = frame_of(snapshot, store, np.concatenate(places), [*ID_COLUMNS, *([by] if by else [])])
     if len(frame) < 3:
         raise ValueError(
-            f"{len(frame)} rows of {store.folder.path} have finite values: a map is of three or more"
+            f"{store.folder.path} has {format_count(len(frame), 'row')} of finite values: a map is of three "
+            "or more"
         )
     vectors = np.concatenate(kept)
     pca = PCA(min(2, vectors.shape[1]), random_state=0)
@@ -442,7 +443,9 @@ def drift(
     with Snapshot.take(store) as snapshot:
         seqs = [segment.seq for segment in snapshot.segments]
         if len(seqs) < 2:
-            raise ValueError(f"{len(seqs)} segments can be read, and drift compares two: wait for more")
+            raise ValueError(
+                f"{format_count(len(seqs), 'segment')} can be read, and drift compares two: wait for more"
+            )
         count = max(1, int(len(seqs) * share))
         oldest, newest = frozenset(seqs[:count]), frozenset(seqs[-count:])
         with Snapshot.take(store, lambda segment: segment.seq in oldest) as part:

@@ -354,7 +354,9 @@ class ParquetImport:
                     bar.n += batch.num_rows  # update() does nothing where no bar is shown
                     bar.update(0)
             if taken != stop - first:
-                raise SamplerError(f"it has {taken} rows from row {first} on, not {stop - first}")
+                raise SamplerError(
+                    f"it has {format_count(taken, 'row')} from row {first} on, not {stop - first}"
+                )
             if stop == total:
                 self._ingest.end()
 
@@ -385,11 +387,13 @@ class ParquetImport:
 
     def _so_far(self) -> str:
         if self.imported.rows:
-            return f"{self.imported.rows:,} of {self.rows - self.rows_there:,} rows were imported"
+            return (
+                f"{self.imported.rows:,} of {format_count(self.rows - self.rows_there, 'row')} were imported"
+            )
         return "nothing was imported" + (", no cache was made" if self.store is None else "")
 
     def _refuse(self) -> None:
-        files = "the file" if len(self._paths) == 1 else f"the {len(self._paths)} files"
+        files = "the file" if len(self._paths) == 1 else f"the {format_count(len(self._paths), 'file')}"
         raise FileExistsError(
             errno.EEXIST,
             f"the cache has all {format_count(self.rows, 'row')} of {files} already: nothing was imported; "

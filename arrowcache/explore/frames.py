@@ -25,7 +25,7 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.row_ids import ID_COLUMNS, row_ids
 from arrowcache.storage.store import Store
-from arrowcache.units import parse_count
+from arrowcache.units import format_count, parse_count
 
 if TYPE_CHECKING:
     import polars as pl
@@ -78,7 +78,7 @@ class RowsFrame(pd.DataFrame):  # type: ignore[misc]  # pandas ships no type inf
         formatters = [_formatter(kinds.get(name)) for name in self.columns]
         text: str = pd.DataFrame(shown).to_html(escape=False, formatters=formatters, border=0)
         if len(shown) < len(self):
-            text += f"<p>{len(shown)} of {len(self)} rows</p>"
+            text += f"<p>{len(shown)} of {format_count(len(self), 'row')}</p>"
         return text
 
 

@@ -275,7 +275,7 @@ def picture(value: object, kind: FieldType | None = None, size: int = _SIZE) -> 
 def _draw(value: object, kind: FieldType | None, size: int) -> tuple[Drawing, str]:
     if isinstance(value, str):
         text = printable(shorten(value, _MAX_TEXT))
-        return text, f"text of {len(value):,} characters"
+        return text, f"text of {format_count(len(value), 'character')}"
     if isinstance(value, bytes | bytearray | memoryview):
         return _draw_bytes(bytes(value), size)
     if isinstance(value, dt.datetime):

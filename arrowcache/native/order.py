@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.native.library import address_of, declare, library, quick
+from arrowcache.units import format_count
 
 KEYS = 32  # ORDER_KEYS of the header
 _HELD_GIL_ROWS = 8192  # found in 0.1 ms; beside a busy thread the GIL takes 5 ms to come back
@@ -133,7 +134,7 @@ class Pass:
         """
         stop = first + (times - 1) * apart + count
         if first < 0 or count < 0 or times < 1 or apart < 0 or stop > self.rows:
-            raise IndexError(f"places {first} to {stop} of {self.rows} rows")
+            raise IndexError(f"places {first} to {stop} of {format_count(self.rows, 'row')}")
         total = times * count
         rows: Any = (ctypes.c_int64 * total)()  # its address costs less than that of an array
         one = quick if total <= _HELD_GIL_ROWS else library

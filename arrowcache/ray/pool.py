@@ -54,7 +54,7 @@ from arrowcache.sampling.dispatcher import PoolOptions, failed
 from arrowcache.sampling.pool import Pool, PoolStats
 from arrowcache.sampling.reads import Sampler
 from arrowcache.sampling.task import Done, Task, fitted
-from arrowcache.units import format_bytes, parse_bytes
+from arrowcache.units import format_bytes, format_count, parse_bytes
 
 _INSTEAD = instead(
     "executor", say="Ray runs its tasks; arrowcache.SamplerPool takes an executor of this host"
@@ -375,7 +375,7 @@ class RayEngine:
         if living := [name for name, node in self.nodes.items() if node.alive]:
             return living
         raise SamplerError(
-            f"all {len(self.nodes)} nodes with a cache were lost: a new pool goes on with those that live"
+            f"no node with a cache is left of {len(self.nodes)}: a new pool goes on with those that live"
         )
 
     def at_work(self) -> tuple[int, int]:
@@ -477,7 +477,7 @@ def _answered(name: str, answer: Any) -> Any:
 
 
 def _described(form: Form) -> str:
-    return f"{form.full_rows} rows in {format_bytes(form.segment_bytes)}"
+    return f"{format_count(form.full_rows, 'row')} in {format_bytes(form.segment_bytes)}"
 
 
 def _smallest_store_bytes() -> int:

@@ -296,7 +296,7 @@ class Publisher:
     def drain(self) -> None:
         """Publish what was put, end the lease and the thread, until the next request: before a fork.
 
-        Where a finalizer or a signal handler calls this amid a request of its thread, the thread does it soon.
+        Where a finalizer or a signal handler calls this amid a request, the thread does it soon.
         Blocks: while that is written, and while small segments are merged.
         """
         if self._is_inside():

@@ -250,13 +250,13 @@ class AvailableRows:
         self.warns, settings = False, self.store.settings
         rows = len(snapshot) + snapshot.left_out_rows
         message = (
-            f"an epoch leaves out the oldest {snapshot.left_out_rows} of {rows} rows: the cache is nearly "
-            "full, and somebody writes to it, so samplers may replace them while the epoch runs. For every "
-            "row stop the pool or close the writer first. To leave out fewer, create the cache with more "
-            f"capacity, a smaller headroom than {settings.headroom:g}, or smaller segments: two of "
-            f"{format_bytes(settings.segment_bytes)} are the least. With headroom=0 samplers wait while an "
-            "epoch runs, least with shuffle='window'. stats().left_out_rows tells of each epoch; this is "
-            "said once"
+            f"an epoch leaves out the oldest {snapshot.left_out_rows:,} of {format_count(rows, 'row')}: the "
+            "cache is nearly full, and somebody writes to it, so samplers may replace them while the epoch "
+            "runs. For every row stop the pool or close the writer first. To leave out fewer, create the "
+            f"cache with more capacity, a smaller headroom than {settings.headroom:g}, or smaller segments: "
+            f"two of {format_bytes(settings.segment_bytes)} are the least. With headroom=0 samplers wait "
+            "while an epoch runs, least with shuffle='window'. stats().left_out_rows tells of each epoch; "
+            "this is said once"
         )
         try:
             warn(message)
@@ -510,7 +510,7 @@ class RowsWait:
             published = f"for {self._timeout_seconds:g} s segments were published in {path}"
             return f"{published}, and {self._why_vain()}"
         fact = (
-            f"{waited} for {self._needed_rows} rows in {path}, which has "
+            f"{waited} for {format_count(self._needed_rows, 'row')} in {path}, which has "
             f"{found.rows}{found.accepted}: {self._why_no_sampler_helped()}"
         )
         if not found.rows:
@@ -578,7 +578,7 @@ class RowsWait:
         found = self._available_rows
         refuses, way_out = found.refused
         if not found.rows and refuses:
-            return f"{refuses} all {self._rows_listed} rows that are there: {way_out}"
+            return f"{refuses} all {format_count(self._rows_listed, 'row')} that are there: {way_out}"
         fact = f"its rows{found.accepted} stay at {found.rows}, where {self._needed_rows} are waited for: "
         if self._ends[0] > self._ends_then[0] >= 0:  # segments have left since the rows last grew
             capacity = format_bytes(self._store.settings.capacity_bytes)
@@ -602,7 +602,7 @@ class RowsWait:
         which = f"{'next' if self._rows_listed else 'first'} segment{'s' if len(at_work) > 1 else ''}"
         last = self._last_row()
         since = f"the last {format_seconds(time.monotonic() - last)} ago" if last else "none so far"
-        fact = f"samplers have drawn {drawn} of {wanted} rows of their {which}, {since}"
+        fact = f"samplers have drawn {drawn} of {format_count(wanted, 'row')} of their {which}, {since}"
         if all(each.state == SamplerState.WAITS for each in at_work):
             return (
                 f"{fact}; all {len(at_work)} wait for room, or for training: end epochs and close snapshots "

@@ -46,6 +46,7 @@ from arrowcache.linux import most_mappings
 from arrowcache.native import maps
 from arrowcache.native.engine import CopiedColumns
 from arrowcache.storage.mapping import FileMapping, live_mappings, room_of_data
+from arrowcache.units import format_count
 
 _QUARTER = most_mappings() // 4  # snapshots use half of all mappings, the process' own threads need some
 
@@ -340,13 +341,13 @@ def _require_rows(name: str, result: object, rows: int) -> NDArray[Any]:
     if not isinstance(result, np.ndarray):
         raise TypeError(
             f"the function of column {name!r} returned {type(result).__name__}, not an array: return an "
-            f"ndarray of {rows} rows, such as np.stack(rows)"
+            f"ndarray of {format_count(rows, 'row')}, such as np.stack(rows)"
         )
     require_unmasked(result, f"the function of column {name!r} returned", 0)
     if result.shape[:1] != (rows,):
         raise ValueError(
             f"the function of column {name!r} returned an array of shape {result.shape}, and the batch has "
-            f"{rows} rows: return one entry of the first axis for each row"
+            f"{format_count(rows, 'row')}: return one entry of the first axis for each row"
         )
     return result
 

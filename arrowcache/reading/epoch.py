@@ -46,6 +46,7 @@ from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.locks import once_unlocked
 from arrowcache.storage.store import Store
+from arrowcache.units import format_count
 
 if TYPE_CHECKING:
     from typing import Self
@@ -600,10 +601,12 @@ class Epochs(EpochSource[Epoch]):
             order = EvenOrder(plan, options.most_rows, self._order_shard, options.drop_last, present)
         gone = len(plan.seqs) - len(present)
         if order.missing or (gone and plan.weights is not None):
-            which = f"{order.missing} rows" if plan.weights is None else "draws from some segments"
+            which, are = "draws from some segments", "are"
+            if plan.weights is None:
+                which, are = format_count(order.missing, "row"), "is" if order.missing == 1 else "are"
             fact = (
-                f"{which} of epoch {plan.epoch} are lost to it: {gone} of its {len(plan.seqs)} "
-                "segments have left the cache since the state was saved"
+                f"{which} of epoch {plan.epoch} {are} lost to it: {gone:,} of its "
+                f"{format_count(len(plan.seqs), 'segment')} have left the cache since the state was saved"
             )
             if missing == "raise":
                 raise MissingSegmentsError(f"{fact}; pass missing='skip' to go on without them")

@@ -36,6 +36,7 @@ from arrowcache.storage.counters import LoaderPage
 from arrowcache.storage.locks import once_unlocked
 from arrowcache.storage.recovery import HasStore, store_of
 from arrowcache.storage.row_ids import row_ids
+from arrowcache.units import format_count
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -301,10 +302,10 @@ class Loader(Closable):
         odd = [segment for segment in listed if segment.rows % size]
         if odd:
             raise ValueError(
-                f"{len(odd)} of {len(listed)} segments, such as {odd[0].name} of {odd[0].rows} rows, "
-                f"cannot be cut into whole batches of {size} rows: choose batch_size to divide the "
-                "segments' rows, or create the cache with such a segment_rows; leave short segments out "
-                "with `where`"
+                f"{len(odd):,} of {format_count(len(listed), 'segment')}, such as {odd[0].name} of "
+                f"{format_count(odd[0].rows, 'row')}, cannot be cut into whole batches of "
+                f"{format_count(size, 'row')}: choose batch_size to divide the segments' rows, or create the "
+                "cache with such a segment_rows; leave short segments out with `where`"
             )
         self._assembly.require_views()
 

@@ -31,6 +31,7 @@ from arrowcache.storage.store import Store
 from arrowcache.units import (
     as_int,
     format_bytes,
+    format_count,
     parse_bytes,
     parse_count,
     parse_seconds,
@@ -249,7 +250,7 @@ class LoaderOptions:
         step_rows = self.step_rows(world_size)
         if self.epoch_rows is not None and self.drop_last and self.epoch_rows < step_rows:
             raise ValueError(
-                f"epoch_rows={self.epoch_rows} is less than one step of {step_rows} rows: "
+                f"epoch_rows={self.epoch_rows} is less than one step of {format_count(step_rows, 'row')}: "
                 "raise it, or pass drop_last=False"
             )
         rows = self.needed_rows(world_size)
@@ -259,9 +260,12 @@ class LoaderOptions:
         store.refresh_settings()  # another process may have resized it
         capacity_bytes = store.settings.capacity_bytes
         if least > capacity_bytes:
-            fact, way = f"wait_rows={rows} take", "lower wait_rows"
+            fact, way = f"wait_rows={rows} takes", "lower wait_rows"
             if rows > self.wait_rows:
-                fact, way = f"one step of {rows} rows takes", "lower batch_size, pass drop_last=False"
+                fact, way = (
+                    f"one step of {format_count(rows, 'row')} takes",
+                    "lower batch_size, pass drop_last=False",
+                )
             raise ValueError(
                 f"{fact} {format_bytes(least)} or more, and the capacity is {format_bytes(capacity_bytes)} "
                 f"now: {way}, or raise the capacity first"
@@ -300,7 +304,7 @@ def _batch_rows(batch_size: int, schema: Schema, names: Sequence[str]) -> int:
     nbytes = rows * Columns.of(schema, names).row_bytes
     if nbytes > memory_bytes():
         raise ValueError(
-            f"batch_size={batch_size} rows take {format_bytes(nbytes)}, and there are "
+            f"batch_size={batch_size} takes {format_bytes(nbytes)}, and there are "
             f"{format_bytes(memory_bytes())} of memory: lower it, or name fewer columns"
         )
     return rows

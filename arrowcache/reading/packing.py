@@ -74,7 +74,7 @@ class Packing:
         nbytes = tokens * sequences * (kind.item_bytes + _MADE_BYTES)
         if tokens * sequences > _MAX_TOKENS or nbytes > memory_bytes():
             raise ValueError(
-                f"batch_size={sequences} sequences of length={tokens} take {format_bytes(nbytes)}, and a "
+                f"batch_size={sequences} with length={tokens} takes {format_bytes(nbytes)}, and a "
                 f"batch has at most {_MAX_TOKENS} tokens, and {format_bytes(memory_bytes())} of memory: "
                 "lower one of them"
             )

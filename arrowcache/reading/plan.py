@@ -23,7 +23,7 @@ from arrowcache.reading.row_weights import Draws, Weights
 from arrowcache.reading.shuffle import RowOrder, Shuffle
 from arrowcache.storage.layout import MAX_SEQ, SegmentInfo
 from arrowcache.storage.row_ids import NumberedRows, are_among
-from arrowcache.units import MAX_COUNTED, parse_count
+from arrowcache.units import MAX_COUNTED, format_count, parse_count
 
 _FORMAT, _VERSION = "arrowcache.loader", 5  # 1 to 4 are of 0.1.0 and what followed it
 _PLAIN = ("epoch", "position", "seed", "epoch_rows", "window_rows", "block_rows")
@@ -190,7 +190,7 @@ class Plan:
             rows = sum(count * rows for _, count, rows in runs.tolist())
             seq = max((first + count for first, count, _ in runs.tolist()), default=0)
             if (runs < 0).any() or segments > _MAX_SEGMENTS or rows > MAX_COUNTED or seq > MAX_SEQ:
-                raise ValueError(f"{segments} segments of {rows} rows")
+                raise ValueError(f"{format_count(segments, 'segment')} of {format_count(rows, 'row')}")
             seqs, rows_of_each = segments_of(runs)
             epoch_rows, within = state["epoch_rows"], state.get("within")
             least_draws = 1 if weights is None else 0  # none, where all that weighs has left: see `among`
@@ -220,17 +220,20 @@ class Plan:
             raise ValueError("the state is damaged: its segments cannot be")
         if (plan.rows > most_rows).any():
             raise ValueError(
-                f"the state is of another cache: it has segments of {plan.rows.max()} rows, "
+                f"the state is of another cache: it has segments of {format_count(plan.rows.max(), 'row')}, "
                 f"this one has {most_rows} at most"
             )
         is_begun = len(plan.seqs) > 0 and plan.position < plan.stream_rows
         if weights is not None and len(weights.of_rows) != plan.counts.sum():
-            raise ValueError(f"the state is damaged: it has {len(weights.of_rows)} weights of other rows")
+            raise ValueError(
+                f"the state is damaged: it has {format_count(len(weights.of_rows), 'weight')} of other rows"
+            )
         if not are_fit(plan.bitmaps, plan.seqs, plan.rows):
             raise ValueError("the state is damaged: the rows that are selected do not fit its segments")
         if plan.position + (0 if plan.within is None else len(plan.within.lengths)) > plan.stream_rows:
             raise ValueError(
-                f"the state is damaged: position={plan.position} of an epoch of {plan.stream_rows} rows"
+                f"the state is damaged: position={plan.position} of an epoch of "
+                f"{format_count(plan.stream_rows, 'row')}"
             )
         if not plan._has_fit_bits():
             raise ValueError("the state is damaged: the rows that were taken do not fit its position")
@@ -241,10 +244,11 @@ class Plan:
                 if plan.buckets
                 else ("batch_size", "without batch_tokens")
             )
+            left = plan.stream_rows - plan.position
             raise ValueError(
-                f"the state is of epoch {plan.epoch}, of which {plan.stream_rows - plan.position} of "
-                f"{plan.stream_rows} rows are left in batches by {which}: resume it {way}, or begin the next "
-                f"one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, 'segments': []}}"
+                f"the state is of epoch {plan.epoch}, with {left:,} of "
+                f"{format_count(plan.stream_rows, 'row')} left in batches by {which}: resume it {way}, or "
+                f"begin the next one: state | {{'epoch': {plan.epoch + 1}, 'position': 0, 'segments': []}}"
             )
         return plan
 

@@ -48,6 +48,7 @@ from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_lin
 from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
+from arrowcache.units import format_count
 
 _UNLINK_SECONDS = 0.1  # longest wait for cache.lock; others sweep, too
 _EVERY_EPOCH = range(2**63)
@@ -315,10 +316,11 @@ class SharedPlan:
         if len(segments) < len(record.seqs):
             raise ValueError(
                 f"rank {self._rank_info.rank} comes too late to epoch {epoch}: "
-                f"{len(record.seqs) - len(segments)} of its {len(record.seqs)} segments are evicted, since "
-                f"{self._rank_info.local_world_size} processes had joined; set LOCAL_WORLD_SIZE to the "
-                f"number of ranks on this node, and give each job a run_id of its own (it is "
-                f"{self._rank_info.run!r})"
+                f"{len(record.seqs) - len(segments):,} of its {format_count(len(record.seqs), 'segment')} "
+                "have left, since "
+                f"{format_count(self._rank_info.local_world_size, 'process', 'processes')} had joined; set "
+                "LOCAL_WORLD_SIZE to the number of ranks on this node, and give each job a run_id of its own "
+                f"(it is {self._rank_info.run!r})"
             )
         return segments
 
@@ -328,9 +330,11 @@ class SharedPlan:
         try:
             snapshot.map_all()
             if damaged := sorted({s.name for s in before} - {s.name for s in snapshot.segments}):
+                are = "is" if len(damaged) == 1 else "are"
                 raise CorruptSegmentError(
-                    f"{len(damaged)} of {len(before)} segments that the ranks agreed on are damaged "
-                    f"({', '.join(damaged[:3])}): end this epoch on all ranks, the next one goes without them"
+                    f"{len(damaged)} of {format_count(len(before), 'segment')} that the ranks agreed on "
+                    f"{are} damaged ({', '.join(damaged[:3])}): end this epoch on all ranks, the next one "
+                    "goes without them"
                 )
         except BaseException:
             snapshot.close()
@@ -370,9 +374,9 @@ class SharedPlan:
             self._has_warned = True
             joined = min(held.joined for held in waiting)
             warn(
-                f"{len(waiting)} epochs ended on rank {self._rank_info.rank} that only {joined} of "
-                f"{self._rank_info.local_world_size} ranks on this node have begun; their segments stay "
-                "leased until then: set LOCAL_WORLD_SIZE if fewer ranks read on this node"
+                f"{format_count(len(waiting), 'epoch')} ended on rank {self._rank_info.rank} that only "
+                f"{joined} of {self._rank_info.local_world_size} ranks on this node have begun; their "
+                "segments stay leased until then: set LOCAL_WORLD_SIZE if fewer ranks read on this node"
             )
 
 

@@ -40,7 +40,7 @@ from arrowcache.storage.notes_log import VALUES, NotesLog
 from arrowcache.storage.row_ids import NumberedRows, RowId
 from arrowcache.storage.row_notes import LatestValues, arrow_file
 from arrowcache.storage.store import Store
-from arrowcache.units import did_you_mean, require_text
+from arrowcache.units import did_you_mean, format_count, require_text
 
 if TYPE_CHECKING:
     from arrowcache.reading.snapshot import Snapshot
@@ -209,7 +209,9 @@ class Weighting:
                 f"row {row} has the weight {found[bad]}: a weight is a finite number, at least 0"
             )
         if not weights.table.total:
-            raise ValueError(f"all {len(found)} rows have the weight 0: give some more, to be drawn")
+            raise ValueError(
+                f"{format_count(len(found), 'row')}, and none weighs more than 0: give some more, to be drawn"
+            )
         return weights
 
 
@@ -254,7 +256,7 @@ def _floats(result: object, segment: SegmentInfo) -> NDArray[np.float64]:
     if found.dtype.kind not in "biuf" or found.shape != (segment.rows,):
         raise TypeError(
             f"weights= gave {type(result).__name__} of dtype {found.dtype} and shape {found.shape} for the "
-            f"{segment.rows} rows of segment {segment.seq}: return a number for each row"
+            f"{format_count(segment.rows, 'row')} of segment {segment.seq}: return a number for each row"
         )
     return found.astype(np.float64)
 

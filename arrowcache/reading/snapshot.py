@@ -527,7 +527,11 @@ class Snapshot(Shown, Closable):
                 warnings.warn("a snapshot was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self)} rows in {len(self._segments)} segments"
+        state = (
+            "closed"
+            if self._closed
+            else f"{format_count(len(self), 'row')} in {format_count(len(self._segments), 'segment')}"
+        )
         return f"<Snapshot: {state}>"
 
     def _card(self) -> Card:

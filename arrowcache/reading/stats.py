@@ -140,7 +140,7 @@ class LoaderStats(Shown):
             case "start":
                 return self._of_the_start()
             case "transform":
-                more = f"more than {self.workers} workers" if self.workers else "workers=2"
+                more = f"more than {format_count(self.workers, 'worker')}" if self.workers else "workers=2"
                 what = "the transform, or the making of a dataset's items,"
                 return f"{what} is the limit: {more}, or have it do less, and let go of the GIL"
         return _ADVICE[self.bottleneck]

@@ -28,7 +28,7 @@ from arrowcache.sampling.reads import Sampler
 from arrowcache.sampling.task import Done, Task, failure, require_few, require_policy
 from arrowcache.storage.layout import TASK_NAME
 from arrowcache.storage.locks import once_unlocked
-from arrowcache.units import parse_count
+from arrowcache.units import format_count, parse_count
 
 _POLL_SECONDS = 0.1
 _BACKOFF_SECONDS = 0.2  # doubled with each retry, with jitter
@@ -296,7 +296,8 @@ class Dispatcher:
             return
         self._failed_in_a_row += 1
         reason = done.error.rstrip().rpartition("\n")[2]
-        message = f"sampler task {task.task_name} was given up after {task.tries} retries: {reason}"
+        tried = format_count(task.tries, "retry", "retries")
+        message = f"sampler task {task.task_name} was given up after {tried}: {reason}"
         with state.lock:
             state.failures += 1
             state.first_failure = state.first_failure or done.error

@@ -29,6 +29,7 @@ from arrowcache.sampling.reads import (
     rows_in,
 )
 from arrowcache.sampling.samples import MAX_EMPTY_CALLS, NOTHING, Stream, Streams, yielded_nothing
+from arrowcache.units import format_count
 
 _BLOCK_ROWS = 256  # whose parts are drawn at a time, at most
 _BLOCK_SHARE = 16  # of the rows before it: where a segment ends within a block, little of a part is cut off
@@ -229,7 +230,8 @@ class Mixture(Streams):
         self._parts[number].close()
         self._weights[number] = 0
         if not self._weights.any():
-            raise SamplerError(f"all {len(self._parts)} sources failed, the last with: {why}") from error
+            all_of = f"all {format_count(len(self._parts), 'source')}"
+            raise SamplerError(f"{all_of} failed, the last with: {why}") from error
         self._left = self._shares(int(self._left.sum()) + sum(rows for _, rows in self._runs))
         self._runs.clear()
         self._draw_block()

@@ -240,7 +240,8 @@ class Pool:
             if not in_time:
                 raise TimeoutError(
                     f"waited {timeout} s for {' and '.join(asked) or 'all tasks'}: {published}, "
-                    f"{state.failures} tasks given up, {state.retries} retries"
+                    f"{format_count(state.failures, 'task')} given up, "
+                    f"{format_count(state.retries, 'retry', 'retries')}"
                 )
             if not reached():
                 self._raise_failures()
@@ -301,7 +302,8 @@ class Pool:
         if state.failures > self._reported:
             self._reported = state.failures
             raise SamplerError(
-                f"{state.failures} tasks were given up after {state.retries} retries; the first:\n"
+                f"{format_count(state.failures, 'task')} given up after "
+                f"{format_count(state.retries, 'retry', 'retries')}; the first:\n"
                 f"{state.first_failure}"
             )
 

@@ -52,6 +52,7 @@ from arrowcache.storage.layout import alive_byte
 from arrowcache.storage.locks import LockFile, file_identity
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
+from arrowcache.units import format_count
 
 ON_ERROR = ("raise", "skip")  # ways to go on after an error of one sample
 _LOOK_SECONDS = 0.2
@@ -454,7 +455,8 @@ def require_few(drawn: int, skipped: int, fault: str) -> None:
     if 100 * skipped > drawn if drawn >= _JUDGED_DRAWS else skipped == drawn >= _MAX_IN_VAIN:
         raise mark_permanent(
             SamplerError(
-                f"{skipped} of {drawn} samples cannot be had, and on_error='skip' leaves out at most 1 %: "
+                f"{skipped:,} of {format_count(drawn, 'sample')} cannot be had, and on_error='skip' leaves "
+                "out at most 1 %: "
                 f"find out what is wrong, or have the sampler draw from what is there. The last: {fault}"
             )
         )

@@ -48,7 +48,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from arrowcache.errors import CacheFormatError
-from arrowcache.units import parse_count
+from arrowcache.units import format_count, parse_count
 
 FORMAT_VERSION = 4  # of cache.json, and of files in ranks/; 1 to 3 are of 0.1.0 and what followed it
 CACHE_JSON, CACHE_LOCK, LEASE_LOCK, USAGE = "cache.json", "cache.lock", "lease.lock", "usage"
@@ -446,7 +446,7 @@ def _from_runs(runs: Sequence[int]) -> list[int]:
     if any(type(number) is not int or number < 0 for number in runs):
         raise ValueError("runs that are no counts")
     if sum(runs[1::2]) > _MAX_AGREED or sum(runs) > MAX_SEQ:
-        raise ValueError(f"runs of {sum(runs[1::2])} segments up to {sum(runs)}")
+        raise ValueError(f"runs of {format_count(sum(runs[1::2]), 'segment')} up to {sum(runs)}")
     for skipped, count in zip(runs[::2], runs[1::2], strict=True):
         seqs += range(end + skipped, end + skipped + count)
         end += skipped + count

@@ -165,7 +165,7 @@ class NotesLog:
                 self._store.refresh_settings()
         if count > self.max_values:
             raise ValueError(
-                f"{count} values are more than an eighth of the cache's capacity holds, "
+                f"{format_count(count, 'value')} are more than an eighth of the cache's capacity holds, "
                 f"{self.max_values}: annotate fewer rows, or raise the capacity"
             )
         self._warn_of_loss()

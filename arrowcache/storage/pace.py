@@ -105,7 +105,8 @@ class Pace:
         if lag <= most:
             return ""
         return (
-            f"training is {lag:,.0f} served rows behind samples_per_insert={self.samples_per_insert:g}, "
+            f"training is {format_count(round(lag), 'served row')} behind "
+            f"samples_per_insert={self.samples_per_insert:g}, "
             f"and {'it may be' if self.tolerance is None else 'the tolerance is'} {most:,.0f}"
         )
 
@@ -124,7 +125,7 @@ class Pace:
             if -lag <= self.tolerance:
                 return ""
             return (
-                f"training is {-lag:,.0f} served rows ahead of samples_per_insert="
+                f"training is {format_count(round(-lag), 'served row')} ahead of samples_per_insert="
                 f"{self.samples_per_insert:g}, and the tolerance is {self.tolerance:,.0f}"
             )
         # Not above half of the cache's rows: where that is due, a sampler may wait.
@@ -132,8 +133,9 @@ class Pace:
         if lag >= needed or flow.served_rows <= 0:
             return ""
         return (
-            f"with samples_per_insert={self.samples_per_insert:g}, {max(0.0, lag):,.0f} served rows are due, "
-            f"and an epoch begins at {needed:,.0f}, half of its own"
+            f"samples_per_insert={self.samples_per_insert:g} has "
+            f"{format_count(round(max(0.0, lag)), 'served row')} due, and an epoch begins at "
+            f"{needed:,.0f}, half of its own"
         )
 
     def _lag(self, flow: Flow) -> float:

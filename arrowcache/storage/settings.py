@@ -23,7 +23,7 @@ from arrowcache.errors import CacheFormatError, SchemaError
 from arrowcache.lifetimes import cached_property
 from arrowcache.storage.layout import FORMAT_VERSION, MAX_BYTES, MAX_ROWS, newer_format
 from arrowcache.storage.pace import Pace
-from arrowcache.units import format_bytes, format_enough, parse_bytes, parse_count
+from arrowcache.units import format_bytes, format_count, format_enough, parse_bytes, parse_count
 
 BOOKKEEPING_BYTES = 64 * 1024  # kept free for cache.json, pools/, ranks/ and folder blocks
 PART_SLACK_BYTES = 64 * 1024  # the file system's own bookkeeping for a file being written
@@ -97,7 +97,7 @@ class CachedItems:
     values: str = ""
 
     def __str__(self) -> str:
-        return f"{self.length} items of version {self.version!r}"
+        return f"{format_count(self.length, 'item')} of version {self.version!r}"
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> CachedItems:
@@ -216,7 +216,7 @@ class Settings:
             if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:
                 raise CacheFormatError("cache.json has a size that is not positive")
             if settings.full_rows * segment_file.row_bytes(settings.schema) > settings.segment_bytes:
-                raise ValueError(f"{settings.full_rows} rows do not fit a segment")
+                raise ValueError(f"segments of {format_count(settings.full_rows, 'row')}, which do not fit")
             return settings
         except (KeyError, TypeError, ValueError, OverflowError, SchemaError, RecursionError) as error:
             if is_sound:
@@ -271,7 +271,7 @@ def settings_of(
         if segment_rows > rows:
             needed = segment_file.encoded_bytes_bound(schema, segment_rows)
             raise ValueError(
-                f"{segment_rows} rows need segments of {format_bytes(needed)}, and segment_bytes is "
+                f"segment_rows={segment_rows} needs segments of {format_bytes(needed)}, and segment_bytes is "
                 f"{format_bytes(bound)}: raise segment_bytes, or lower segment_rows to {rows}"
             )
         rows = segment_rows

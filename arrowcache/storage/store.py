@@ -55,7 +55,7 @@ from arrowcache.storage.settings import (
     room_of_two,
 )
 from arrowcache.storage.usage import Usage
-from arrowcache.units import format_bytes
+from arrowcache.units import format_bytes, format_count
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FULL_ATTEMPTS = 4
@@ -472,7 +472,7 @@ class Store:
             oldest = leased[0].seq
             holders = [h for h in range_holders(self.folder.lease_lock) if oldest in h.locked]
             names = " and ".join(dict.fromkeys(map(str, holders))) or "an unknown process"
-            text += f" ({len(leased)} segments leased, the oldest of them by {names})"
+            text += f" ({format_count(len(leased), 'segment')} leased, the oldest of them by {names})"
         if blocked is _Blocked.OWN_LEASE:
             return (
                 f"{text}; this very process reads them, so waiting would not end: close its "

@@ -28,7 +28,7 @@ from arrowcache.errors import ArrowCacheError, CacheFullError, SchemaError, warn
 from arrowcache.lifetimes import Origin
 from arrowcache.os_errors import start
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
-from arrowcache.units import parse_seconds
+from arrowcache.units import format_count, parse_seconds
 
 if TYPE_CHECKING:
     from typing import Self
@@ -141,14 +141,14 @@ class Writer:
                     if not self._closed:
                         self._publish(RoomPolicy("raise"))
                 except _UNPUBLISHED as why:
-                    warn(f"{rows} samples were discarded as an exception passed: {why}")
+                    warn(f"discarded {format_count(rows, 'sample')} as an exception passed: {why}")
         finally:
             self.abort()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._builder.rows and self._origin.is_here:
             self._closed = True  # else its thread could publish, meanwhile, what is said to be lost
-            message = f"a writer with {self._builder.rows} unpublished samples was not closed"
+            message = f"a writer with {format_count(self._builder.rows, 'unpublished sample')} was not closed"
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def _take(self, sample: Mapping[str, Any], *, many: bool) -> None:
@@ -168,11 +168,13 @@ class Writer:
                     taken += self._take_some(rows, taken)
             except CacheFullError as error:
                 if many:
-                    raise CacheFullError(f"{taken} of {rows.count} samples were taken: {error}") from error
+                    raise CacheFullError(
+                        f"{taken:,} of {format_count(rows.count, 'sample')} were taken: {error}"
+                    ) from error
                 raise
             except OSError as error:
                 if many and taken and error.errno is not None:
-                    text = f"{taken} of {rows.count} samples were taken: {error.strerror}"
+                    text = f"{taken:,} of {format_count(rows.count, 'sample')} were taken: {error.strerror}"
                     raise OSError(error.errno, text, error.filename) from error
                 raise
             except Cancelled:

@@ -26,6 +26,7 @@ from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, T
 from arrowcache.errors import SchemaError
 from arrowcache.reading.columns import ColumnData, Values
 from arrowcache.tensorflow.columns import columns_of
+from arrowcache.units import format_count
 
 EXCLUDED_FEATURE = "_excluded"  # of a sample among which some are excluded; no column of the cache
 _LACKED = {tf.uint32: tf.int32, tf.uint64: tf.int64}  # by decode_raw, with the dtypes in their place
@@ -193,10 +194,12 @@ def _shaped(name: str, kind: Tensor | Ragged | Timestamp, array: NDArray[Any]) -
         if len(array) % inner == 0:
             return array.reshape(-1, *kind.inner_shape)
         raise SchemaError(
-            f"field {name!r}: expected {kind!r}, so a multiple of {inner} values, got {len(array)}"
+            f"field {name!r}: expected {kind!r}, so a multiple of {format_count(inner, 'value')}, got "
+            f"{len(array)}"
         )
     if len(array) != math.prod(kind.shape):
         raise SchemaError(
-            f"field {name!r}: expected {kind!r}, so {math.prod(kind.shape)} values, got {len(array)}"
+            f"field {name!r}: expected {kind!r}, so {format_count(math.prod(kind.shape), 'value')}, got "
+            f"{len(array)}"
         )
     return array.reshape(kind.shape)

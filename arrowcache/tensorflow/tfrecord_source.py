@@ -17,7 +17,7 @@ from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.sampling.sources.source import Choice, Source, shuffled
 from arrowcache.tensorflow.records import samples
 from arrowcache.tensorflow.tfrecord import find_files, require_compression
-from arrowcache.units import parse_count
+from arrowcache.units import format_count, parse_count
 
 
 class TFRecordFiles(Source):
@@ -54,7 +54,7 @@ class TFRecordFiles(Source):
         self._choice = Choice([float(max(1, tf.io.gfile.stat(path).length)) for path in self._files])
 
     def __repr__(self) -> str:
-        return f"TFRecordFiles({self._files[0]!r} and {len(self._files) - 1} other files)"
+        return f"TFRecordFiles({self._files[0]!r} and {format_count(len(self._files) - 1, 'other file')})"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
         while True:

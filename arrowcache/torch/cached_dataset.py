@@ -514,7 +514,9 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     def __repr__(self) -> str:
         left_out = int(self._counts[:, 2].sum())
         skipped = f", left out {format_count(left_out, 'time')}" if left_out else ""
-        return f"<CachedDataset of {len(self)} items at {printable(self._spec.path)}{skipped}>"
+        return (
+            f"<CachedDataset of {format_count(len(self), 'item')} at {printable(self._spec.path)}{skipped}>"
+        )
 
     def _card(self) -> Card:
         try:

@@ -159,7 +159,10 @@ class CachedEpochs(EpochSource[CachedEpoch]):
     def from_state(self, state: dict[str, Any]) -> Plan:
         plan, length = Plan.from_state(state, MAX_COUNTED), len(self.train)
         if plan.stream_rows != length or len(plan.rows) != 1:
-            raise ValueError(f"the state is of {plan.stream_rows} rows, and the dataset has {length} items")
+            raise ValueError(
+                f"the state is of {format_count(plan.stream_rows, 'row')}, and the dataset has "
+                f"{format_count(length, 'item')}"
+            )
         return plan
 
     def _begin(

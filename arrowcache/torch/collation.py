@@ -183,7 +183,7 @@ def collated(items: Sequence[Any]) -> Any:
     In a DataLoader's worker that would put it into /dev/shm, which may be small.
     Raises: TypeError, RuntimeError: as default_collate. TypeError: an array is masked.
     """
-    ours = {torch.Tensor: _stacked, np.ndarray: _of_arrays}
+    ours: dict[Any, Callable[..., Any]] = {torch.Tensor: _stacked, np.ndarray: _of_arrays}
     return collate(items, collate_fn_map=default_collate_fn_map | ours)
 
 

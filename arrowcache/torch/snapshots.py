@@ -41,6 +41,7 @@ from arrowcache.reading.slots import Slot, Slots
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
+from arrowcache.units import format_count
 
 _IDLE_SECONDS = 1.0
 _REMEMBERED = 64  # of epochs that were given up, whose batches may still arrive
@@ -254,8 +255,9 @@ class _ReopenedSnapshot:
         if missing:
             self._snapshot.close()
             raise MissingSegmentsError(
-                f"{missing} of {len(wanted)} segments of an epoch have left {name.path}: its lease ended "
-                "before this batch was read; keep the DataLoader's iterator until its batches are used"
+                f"{missing:,} of {format_count(len(wanted), 'segment')} of an epoch have left {name.path}: "
+                "its lease ended before this batch was read; keep the DataLoader's iterator until its "
+                "batches are used"
             )
 
     def read(self, ids: NDArray[np.int64], columns: tuple[str, ...]) -> ColumnArrays:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from arrowcache.units import format_count
+
 #: Puts a batch together again, of its new leaves by number.
 Build = Callable[[Any], Any]
 Make = Callable[[Sequence[Any]], Any]
@@ -42,13 +44,16 @@ def split(batch: Any, parts: int) -> list[Any]:
     lengths = {length for length in found if length is not None}
     if len(lengths) != 1:
         raise ValueError(
-            f"a batch whose tensors have {sorted(lengths) or 'no'} rows cannot be split among {parts} "
-            "devices: give all the same first dimension, or pass device="
+            f"a batch whose tensors have {sorted(lengths) or 'no'} rows cannot be split among "
+            f"{format_count(parts, 'device')}"
+            ": give all the same first dimension, or pass device="
         )
     (rows,) = lengths
     if rows < parts:
         raise ValueError(
-            f"a batch of {rows} rows cannot be split among {parts} devices: drop the last, short one"
+            f"a batch of {format_count(rows, 'row')} cannot be split among "
+            f"{format_count(parts, 'device')}: drop "
+            "the last, short one"
         )
     bounds = [rows * part // parts for part in range(parts + 1)]
     found = []

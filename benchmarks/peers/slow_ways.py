@@ -53,7 +53,7 @@ def check(batches: Iterable[Batch]) -> None:
             raise SystemExit("an item is wrong")
         times += torch.bincount(numbers, minlength=ITEMS)
     if not bool((times == 1).all()):
-        raise SystemExit(f"{int((times == 0).sum())} items are missing, {int((times > 1).sum())} came twice")
+        raise SystemExit(f"items missing: {int((times == 0).sum())}, twice: {int((times > 1).sum())}")
 
 
 def stock(dataset: Any) -> Epochs:

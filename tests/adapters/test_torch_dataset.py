@@ -661,7 +661,7 @@ def test_a_state_of_segments_that_this_cache_cannot_have_is_refused_and_walked_b
     with Loader(cache, 8) as loader:
         state = loader.state_dict() | {"segments": [[0, 1, 16], [1, 1, 10**12]]}
         readers = {"loader": loader, "sampler": iter(EpochBatchSampler(cache, 8))}
-        with pytest.raises(ValueError, match=r"of another cache: it has segments of 1000000000000 rows"):
+        with pytest.raises(ValueError, match=r"of another cache: it has segments of 1,000,000,000,000 rows"):
             readers[reader].load_state_dict(state)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -463,3 +465,52 @@ def test_every_complaint_about_other_loaders_has_its_test():
     rows = {f"{row:02}" for row in (*range(1, 21), 24)}
     assert {name.partition("_")[0] for name in names} == rows | {"also"}
     assert sum(name.startswith("also") for name in names) == 2
+
+
+def counts_in_text(path: Path) -> Iterator[tuple[ast.FormattedValue, str]]:
+    """Each value in an f-string, and the text behind it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in itertools.pairwise(node.values):
+                if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                    yield value, str(text.value)
+
+
+def nouns_of_counts() -> set[str]:
+    """Those that `format_count` is called with anywhere, as one word and more than one."""
+    calls = [
+        [each.value for each in node.args[1:] if isinstance(each, ast.Constant)]
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "format_count"
+    ]
+    return {nouns[-1] if len(nouns) > 1 else f"{nouns[0]}s" for nouns in calls if nouns}
+
+
+NEVER_ONE = {
+    "most": "several", "rows": "1 has other words", "len(numbers) - 2": "thousands", "first": "2**62",
+    "first.deaths": "MAX_LOSSES", "attempts": "1 has other words",
+    "options.workers": "the demo's", "len(digits) - held_out.sum()": "the demo's", "first.rows": "the demo's",
+    "self._rank_info.local_world_size": "several", "lengths.max()": "a range's end",
+    "sorted(lengths) or 'no'": "a list", "_most_mappings()": "thousands", "step_rows": "above what is there",
+    "reader.num_record_batches": "none or several", "len(column.spec.shape)": "several",
+    "self.times_served": "with a fraction", "self._timeout_seconds": "seconds", "segment_rows": "no count",
+    **dict.fromkeys(("shown(expression)", "shown", "name", "noted", "path", "went"), "a text"),
+}  # fmt: skip
+
+
+def test_a_count_in_a_message_is_one_of_its_noun_or_of_more():
+    """Messages said "1 rows": `format_count` gives a number its noun."""
+    nouns = "|".join(sorted(nouns_of_counts(), key=len, reverse=True))
+    assert "retries" in nouns
+    assert "rows" in nouns
+    found = [
+        f"{path.relative_to(PACKAGE)}:{value.lineno}: {{{ast.unparse(value.value)}}}{text[:30]}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for value, text in counts_in_text(path)
+        if re.match(rf" (\w+ )?({nouns})\b(?!/)", text)
+        and value.conversion != ord("r")
+        and not re.match(r"format_\w+\(|_?[A-Z_]+$", written := ast.unparse(value.value))
+        and written not in NEVER_ONE
+    ]
+    assert not found, "\n".join(found)

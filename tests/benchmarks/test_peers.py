@@ -192,7 +192,7 @@ def test_every_peer_has_its_adapter_and_its_environment():
         (lambda values, numbers: values.__setitem__((3, -1), 7), "an item is wrong"),
         (
             lambda values, numbers: values.__setitem__(3, 4) or numbers.__setitem__(3, 4),
-            "1 items are missing",
+            "items missing: 1, twice: 1",
         ),
     ],
     ids=["right", "number", "value", "twice"],

@@ -292,8 +292,8 @@ def test_ctrl_c_says_what_is_in_and_the_same_command_goes_on(tmp_path, call):
         assert (process.returncode, out) == (INTERRUPTED, "")
         rows = sum(number >= 0 for number in published_ids(cache))
         assert err.strip() == (
-            f"arrowcache: interrupted: {rows:,} of 3,000 rows were imported and stay; the same command goes "
-            "on with the others"
+            f"arrowcache: interrupted: imported {rows:,} of 3,000 rows, which the cache keeps; the same "
+            "command goes on with the others"
         )
         assert rows > 0
         facts = json.loads(call("import", path, cache.path, "--json")[1])

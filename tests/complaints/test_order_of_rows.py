@@ -168,7 +168,7 @@ def test_complaint_24_no_row_is_left_out_in_silence(tmp_path, headroom):
             assert len(snapshot) == cache.stats().rows == 5000
         with cache.writer():
             if headroom:
-                with pytest.warns(RuntimeWarning, match="an epoch leaves out the oldest 2656 of 5000 rows"):
+                with pytest.warns(RuntimeWarning, match="an epoch leaves out the oldest 2,656 of 5,000 rows"):
                     epoch = iter(loader)
             else:
                 epoch = iter(loader)

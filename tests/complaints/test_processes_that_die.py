@@ -355,7 +355,7 @@ def test_complaint_13_what_fails_every_time_is_given_up_with_its_own_traceback(t
     with ac.Loader(cache, 8, workers=2, transform=broken) as loader, pytest.raises(LookupError) as caught:
         next(iter(loader))
     assert "in broken" in str(caught.value.__cause__)
-    gone = r"given up after 1 retries(?s:.*)in failing"
+    gone = r"given up after 1 retry(?s:.*)in failing"
     with (
         ac.SamplerPool(cache, failing, workers=1, segments=1, retries=1, progress=False) as pool,
         pytest.raises(ac.SamplerError, match=gone),

@@ -210,7 +210,7 @@ def test_wrong_arguments_say_what_is_wrong(tmp_path, options, says):
 
 
 def test_too_few_segments_are_too_few(tmp_path):
-    with pytest.raises(ValueError, match="1 segments can be read"):
+    with pytest.raises(ValueError, match="1 segment can be read"):
         drift(drifting(tmp_path / "c", segments=1))
     with pytest.raises(ValueError, match="no column holds numbers"):
         drift(rows_of(tmp_path / "d", [{"s": "a"}], ac.Schema({"s": ac.String()})))

@@ -333,7 +333,7 @@ TURNED = pa.ExtensionArray.from_storage(
     pa.FixedSizeListArray.from_arrays(FLAT, 4),
 )
 WRONG = [
-    (table(x=pa.array([1, None, 3])), None, "field 'x' lacks 1 values"),
+    (table(x=pa.array([1, None, 3])), None, "field 'x' lacks 1 value, "),
     (table(x=pa.array([[1], [None], []], pa.list_(pa.int8()))), None, "field 'x' lacks values within"),
     (table(x=TURNED), None, "field 'x' is extension<arrow.fixed_shape_tensor"),
     (table(x=STRUCT), None, "field 'x' is struct<a: int64>"),

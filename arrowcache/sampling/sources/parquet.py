@@ -225,8 +225,8 @@ class ParquetRows(Source):
     def __repr__(self) -> str:
         rows = sum(group.rows for group in self._groups)
         return (
-            f"ParquetRows({self._names()[0]!r} and {len(self._files) - 1} other files, {rows} rows, "
-            f"{', '.join(self.schema)})"
+            f"ParquetRows({self._names()[0]!r} and {format_count(len(self._files) - 1, 'other file')}, "
+            f"{format_count(rows, 'row')}, {', '.join(self.schema)})"
         )
 
     def fitted(self, form: Form) -> ParquetRows:
@@ -342,8 +342,8 @@ class ParquetRows(Source):
         if not table.num_rows and not self.is_divided and (count := note_empty()) >= _MAX_EMPTY:
             raise mark_permanent(
                 SamplerError(
-                    f"{self._names()[group.file]}: one of {count} row groups in a row of which the filter "
-                    f"{self._filter} keeps no row; use one that keeps more"
+                    f"{self._names()[group.file]}: one of {format_count(count, 'row group')} in a row of "
+                    f"which the filter {self._filter} keeps no row; use one that keeps more"
                 )
             )
         rows = self._draw(rng, group, taken, table.num_rows)

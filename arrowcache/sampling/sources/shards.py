@@ -26,7 +26,7 @@ from arrowcache.sampling.retries import Retries, in_place_of
 from arrowcache.sampling.samples import Fault, first_whole, made_or_fault
 from arrowcache.sampling.sources.object_store import URI, ListedFile, StoreFile, locate
 from arrowcache.sampling.sources.source import Choice, Source, first_of, shuffled
-from arrowcache.units import did_you_mean, parse_count
+from arrowcache.units import did_you_mean, format_count, parse_count
 
 if TYPE_CHECKING:
     from typing import Self
@@ -106,7 +106,8 @@ class WebDatasetShards(Source):
             self._fields = tuple(self.schema)
 
     def __repr__(self) -> str:
-        return f"WebDatasetShards({self._name(self._shards[0])!r} and {len(self._shards) - 1} other shards)"
+        others = format_count(len(self._shards) - 1, "other shard")
+        return f"WebDatasetShards({self._name(self._shards[0])!r} and {others})"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         empty = 0
@@ -117,7 +118,8 @@ class WebDatasetShards(Source):
                 empty = 0
                 yield sample
         raise SamplerError(
-            f"{self._name(shard)}: the last of {empty} shards in a row without a sample; leave them out"
+            f"{self._name(shard)}: the last of {format_count(empty, 'shard')} in a row without a sample; "
+            "leave them out"
         )
 
     def _name(self, shard: ListedFile) -> str:

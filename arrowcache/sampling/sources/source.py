@@ -39,7 +39,7 @@ from arrowcache.sampling.reads import (
 from arrowcache.sampling.retries import Retries, mark_permanent
 from arrowcache.sampling.samples import Fault, Samples, first_whole, leaves_out, made_or_fault, single
 from arrowcache.sampling.task import fitted, require_policy
-from arrowcache.units import require_function
+from arrowcache.units import format_count, require_function
 
 T = TypeVar("T")
 
@@ -182,7 +182,9 @@ def parse_weights(weights: Sequence[float], names: Sequence[str]) -> list[float]
         or so large that their sum is infinite. TypeError: a weight that is no number.
     """
     if len(weights) != len(names):
-        raise ValueError(f"there are {len(weights)} weights for {len(names)}: {', '.join(names)}")
+        raise ValueError(
+            f"weights= has {format_count(len(weights), 'weight')} for {len(names)}: {', '.join(names)}"
+        )
     for weight, name in zip(weights, names, strict=True):
         if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
             raise TypeError(f"the weight of {name} must be a number, not {weight!r}")

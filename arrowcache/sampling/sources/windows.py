@@ -40,7 +40,7 @@ from arrowcache.sampling.sources.arrays import (
 )
 from arrowcache.sampling.sources.object_store import URI, Handles, ObjectStore, is_installed, locate
 from arrowcache.sampling.sources.source import Choice, Source, parse_weights
-from arrowcache.units import did_you_mean, parse_count
+from arrowcache.units import did_you_mean, format_count, parse_count
 
 Arrays = URI | Mapping[str, URI]
 Lengths = Sequence[int]
@@ -181,7 +181,8 @@ class ArrayWindows(Source):
 
     def __repr__(self) -> str:
         first = self._name(next(iter(self._recordings[0].addresses.values())))
-        return f"ArrayWindows({first!r} and {len(self._recordings) - 1} other recordings, {self._windows})"
+        others = format_count(len(self._recordings) - 1, "other recording")
+        return f"ArrayWindows({first!r} and {others}, {self._windows})"
 
     def __call__(self, rng: np.random.Generator) -> Iterator[Any]:
         while True:
@@ -317,15 +318,16 @@ class ArrayWindows(Source):
                 first = next(iter(sizes))
                 if shape[axis] != sizes[first]:
                     raise SchemaError(
-                        f"{name}: field {field!r} has {shape[axis]} cells on axis {axis}, and {first!r} "
-                        f"{sizes[first]}: arrays that are cut at the same place have the same length there"
+                        f"{name}: field {field!r} has {format_count(shape[axis], 'cell')} on axis {axis}, "
+                        f"and {first!r} {sizes[first]}: arrays that are cut at the same place have the same "
+                        "length there"
                     )
             low = max(parts[field][axis].start for field in cut)
             high = min(parts[field][axis].stop for field in cut)
             if high - low < max(cut.values()):
                 raise ValueError(
-                    f"{names[next(iter(cut))]}: where= has {max(0, high - low)} cells of axis {axis}, "
-                    f"{low} to {high}, and the window is {max(cut.values())} long there"
+                    f"{names[next(iter(cut))]}: where= has {format_count(max(0, high - low), 'cell')} of "
+                    f"axis {axis}, {low} to {high}, and the window is {max(cut.values())} long there"
                 )
             lows.append(low)
             counts.append(high - low - max(cut.values()) + 1)
@@ -531,7 +533,8 @@ def parts_of(
             start, stop, _ = part.indices(size)
             if start >= stop:
                 raise ValueError(
-                    f"{names[field]}: where[{key!r}] is {part}, which is none of the {size} cells there"
+                    f"{names[field]}: where[{key!r}] is {part}, which is none of the "
+                    f"{format_count(size, 'cell')} there"
                 )
             parts[field][axis] = slice(start, stop)
     return parts

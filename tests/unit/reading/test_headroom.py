@@ -163,7 +163,7 @@ def test_what_where_refuses_is_not_left_out_by_headroom(cache):
     first = cache.store.segments()[0].seq
     with loader_of(cache, where=lambda segment: segment.seq != first) as loader, cache.writer():
         with pytest.warns(
-            RuntimeWarning, match=f"oldest {_OLDEST_TWO // 2} of {5000 - _OLDEST_TWO // 2} rows"
+            RuntimeWarning, match=f"oldest {_OLDEST_TWO // 2:,} of {5000 - _OLDEST_TWO // 2:,} rows"
         ):
             assert len(epoch_of(loader)) == 5000 - _OLDEST_TWO
         assert loader.stats().left_out_rows == _OLDEST_TWO // 2
@@ -227,7 +227,7 @@ def test_a_writer_that_could_not_publish_its_rest_goes_on_showing_itself(cache):
 
 def test_a_warning_says_it_once_a_loader_with_the_ways_out(cache):
     with loader_of(cache) as loader, cache.writer():
-        with pytest.warns(RuntimeWarning, match=rf"oldest {_OLDEST_TWO} of 5000 rows") as caught:
+        with pytest.warns(RuntimeWarning, match=rf"oldest {_OLDEST_TWO:,} of 5,000 rows") as caught:
             assert len([ids_of(loader) for _ in range(3)]) == 3
         (warned,) = caught
         text = str(warned.message)

@@ -53,5 +53,5 @@ def test_a_face_refuses_an_argument_that_there_is_not(name, tmp_path):
 @pytest.mark.parametrize("name", FACES)
 def test_rows_that_the_cache_can_never_hold_are_refused_and_not_waited_for(name, tmp_path):
     cache = ac.Cache.create(tmp_path / "cache", {"id": ac.Tensor("int64")}, "8MiB", segment_bytes="1MiB")
-    with pytest.raises(ValueError, match=r"wait_rows=2000000 take 15\.3 MiB or more, and the capacity is 8"):
+    with pytest.raises(ValueError, match=r"wait_rows=2000000 takes 15\.3 MiB or more, and the capacity is 8"):
         next(iter(face(name)(cache, 8, wait_rows=2_000_000)))

@@ -187,7 +187,7 @@ def test_rows_that_grow_are_waited_for_however_long_it_takes(cache, page):
 
 def test_more_rows_than_the_capacity_may_hold_are_refused_before_any_wait(cache):
     options = {"batch_size": 1000, "rank": 1, "world_size": 2, "run_id": "job"}
-    fact = "one step of 2000 rows takes .* lower batch_size, pass drop_last=False, or"
+    fact = "one step of 2,000 rows takes .* lower batch_size, pass drop_last=False, or"
     with pytest.raises(ValueError, match=fact):
         Loader(cache, **options)
     another = ac.Cache.open(cache.path)  # which resizes it, as another process would

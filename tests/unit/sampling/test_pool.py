@@ -308,7 +308,7 @@ def test_a_task_that_keeps_failing_is_given_up_with_its_traceback_while_others_g
     pool = SamplerPool(cache, fails_at(2), executor=executor, segments=6, retries=1, **QUICK)
     with pytest.raises(ac.SamplerError) as caught:
         pool.wait(timeout=DEADLINE_SECONDS)
-    for part in ("1 tasks were given up after 1 retries", "in read_remote_scan", "Peculiar: no such scan 17"):
+    for part in ("1 task given up after 1 retry;", "in read_remote_scan", "Peculiar: no such scan 17"):
         assert part in str(caught.value)
     pool.stop()  # raised already: not again
     stats = pool.stats()

@@ -229,7 +229,7 @@ def test_a_pool_of_which_more_than_one_in_a_hundred_are_left_out_ends(tmp_path, 
             yield partial(read, int(rng.integers(1 << 20)))
 
     with skipping(cache, full(sampler), executor=threads, segments=segments) as pool:
-        with pytest.raises(ac.SamplerError, match=r"\d\d of 1\d\d\d samples cannot .*last: .*no \d+"):
+        with pytest.raises(ac.SamplerError, match=r"\d\d of 1,\d\d\d samples cannot .*last: .*no \d+"):
             pool.wait(timeout=DEADLINE_SECONDS)
         assert pool.stats().rows < 1200, "it was not long until then"
 

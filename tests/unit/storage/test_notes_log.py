@@ -256,7 +256,7 @@ def test_notes_on_rows_that_left_are_dropped_as_files_are_merged(cache):
             "reason is .* UTF-8 cannot hold: take",
         ),
         (lambda cache: cache.tag((0, 0), "caf\udce9"), ValueError, "a tag is .* which UTF-8 cannot hold"),
-        (lambda cache: cache.annotate((0, 0), loss=[1, 2]), ValueError, r"shape \(2,\) .* there are 1 ids"),
+        (lambda cache: cache.annotate((0, 0), loss=[1, 2]), ValueError, r"shape \(2,\) .* goes with 1 id:"),
         (lambda cache: cache.annotate((0, 0), loss="high"), ValueError, "give a number for each, or one"),
         (
             lambda cache: cache.annotate([(0, 0), (0, 1)], loss=np.ma.array([1, 2], mask=[0, 1])),
@@ -511,7 +511,7 @@ def test_values_take_an_eighth_and_the_oldest_leave(tmp_path):
     assert np.isfinite(notes.values(rows, "value_11_29")).all()
     assert notes.excluded(rows)[0]
     assert nbytes_of(cache) <= cache.stats().capacity_bytes / 8 + 4096
-    with pytest.raises(ValueError, match="38400 values are more than an eighth of the cache's capacity"):
+    with pytest.raises(ValueError, match="38,400 values are more than an eighth of the cache's capacity"):
         cache.annotate(ids, **{f"value_{number}": 1 for number in range(1200)})
 
 
@@ -632,7 +632,7 @@ def test_a_dataset_s_cache_has_no_notes(tmp_path):
 
 def test_more_values_than_there_may_be_are_refused_at_once_and_annotating_goes_on(cache):
     most = NotesLog(cache.store).max_values
-    with pytest.raises(ValueError, match=f"{most + 1} values are more than"):
+    with pytest.raises(ValueError, match=f"{most + 1:,} values are more than"):
         cache.annotate(np.zeros((most + 1, 2), int), loss=1)
     for _ in range(3):  # more in a second than there may be: the last ones count
         cache.annotate(np.zeros((most // 2, 2), int), loss=1)

@@ -152,7 +152,7 @@ def test_leaving_by_an_exception_publishes_what_was_taken(cache):
 def test_leaving_by_an_exception_never_waits_for_room(full):
     cache, _ = full
     writer = cache.writer()
-    with pytest.warns(RuntimeWarning, match="15 samples were discarded"), pytest.raises(KeyError):
+    with pytest.warns(RuntimeWarning, match="discarded 15 samples"), pytest.raises(KeyError):
         leave_by_an_exception(writer, 15)
     with pytest.raises(ValueError, match="closed"):
         writer.append(sample(1))
@@ -422,7 +422,7 @@ def test_a_writer_that_is_open_at_exit_warns(cache, max_delay):
     """
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", textwrap.dedent(script), cache.path]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "a writer with 1 unpublished samples was not closed" in ended.stderr
+    assert "a writer with 1 unpublished sample was not closed" in ended.stderr
 
 
 def test_variable_rows_fill_a_segment_by_their_bytes(tmp_path):

@@ -245,7 +245,7 @@ def test_a_column_that_nothing_holds_is_an_error_that_names_file_and_field(tmp_p
 
 def test_a_null_is_an_error_that_names_file_and_column_unless_it_is_filled(tmp_path):
     pq.write_table(pa.table({"x": [1.0, None], "y": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(SchemaError, match=r"a\.parquet: field 'x' lacks 1 values"):
+    with pytest.raises(SchemaError, match=r"a\.parquet: field 'x' lacks 1 value, "):
         take(ParquetRows(tmp_path), 1)
     filled = take(ParquetRows(tmp_path, fill={"x": -1.0, "y": ""}), 20)
     assert {(float(s["x"]), s["y"]) for s in filled} == {(1.0, "a"), (-1.0, "")}
@@ -431,9 +431,9 @@ def test_a_filter_that_keeps_no_row_of_many_row_groups_is_an_error_however_often
     reads = list(islice(source.plan_reads(np.random.default_rng(0), 10), 1000))[::order]
     for read in [*reads[:100], *reads[:999]]:  # some twice, as hedges and what is tried again
         assert len(read()["x"]) == 0
-    with pytest.raises(SamplerError, match=r"x\.parquet: one of 1000 row groups in a row .*keeps no row"):
+    with pytest.raises(SamplerError, match=r"x\.parquet: one of 1,000 row groups in a row .*keeps no row"):
         reads[-1]()
-    with pytest.raises(SamplerError, match=r"x\.parquet: one of 1000 row groups in a row"):
+    with pytest.raises(SamplerError, match=r"x\.parquet: one of 1,000 row groups in a row"):
         take(source, 1)
 
 

@@ -27,6 +27,7 @@ from drawing import write_tar
 from helpers import flip_byte, segment_files, wait_until
 
 import arrowcache as ac
+from arrowcache.units import format_count
 
 TESTS = Path(__file__).parents[1]
 ROWS, SEGMENT_ROWS = 160, 16
@@ -499,7 +500,7 @@ def proves_retries(face: Face, cache: ac.Cache) -> None:
     for retries in (0, 1):
         seen = face.seen(cache, drawn, sample=fails, retries=retries)
         assert seen[0] == "SamplerError"
-        assert f"after {retries} retries" in seen[1]
+        assert f"after {format_count(retries, 'retry', 'retries')}" in seen[1]
 
 
 def proves_bar(face: Face, cache: ac.Cache) -> None:

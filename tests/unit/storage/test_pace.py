@@ -43,9 +43,7 @@ def test_without_a_tolerance_an_epoch_begins_once_half_of_it_is_due():
     pace = ac.Pace(samples_per_insert=8)
     assert not pace.keeps_loader(Flow(inserted_rows=100, served_rows=750, rows=100))
     why = pace.keeps_loader(Flow(100, 751, 100))
-    assert (
-        why == "samples_per_insert=8 has 49 served rows due, and an epoch begins at 50, half of its own"
-    )
+    assert why == "samples_per_insert=8 has 49 served rows due, and an epoch begins at 50, half of its own"
     assert not pace.keeps_loader(Flow(100, 751, 100), epoch_rows=80)
     assert pace.keeps_loader(Flow(100, 751, 100), epoch_rows=1000), "where a sampler waits, an epoch begins"
 

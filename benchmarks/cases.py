@@ -28,7 +28,7 @@ from arrowcache.reading.order import EvenOrder, Shard
 from arrowcache.reading.packing import best_fit
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.shuffle import Shuffle
-from benchmarks import latencies, publishing
+from benchmarks import gil, latencies, publishing
 from benchmarks.harness import (
     GIB,
     MIDDLE,
@@ -573,7 +573,7 @@ CASES: dict[str, Benchmark] = {
     each.__name__: each
     for each in (
         gather, loader, segments, threads, window, shuffle, dataloader, workers, packed, tokens, pace,
-        latencies.views, latencies.epochs, latencies.memory, latencies.gil, latencies.startup,
+        latencies.views, latencies.epochs, latencies.memory, gil.gil, latencies.startup,
         publishing.ingest, publishing.durable, publishing.engines,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The benchmarks of times and memory that fit the harness: of a batch, an epoch, a process, and of the GIL.
+"""The benchmarks of times and memory that fit the harness: of a batch, an epoch and a process.
 
 Each docstring has the question and the method; see `cases`.
 Run: `python -m benchmarks NAME`. Results: benchmarks/RESULTS.md.
@@ -7,15 +7,13 @@ Run: `python -m benchmarks NAME`. Results: benchmarks/RESULTS.md.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,29 +23,23 @@ from arrowcache.reading.stats import resident_bytes
 from arrowcache.storage.layout import segment_name
 from benchmarks.fresh import fresh
 from benchmarks.harness import (
-    GIB,
     MANY_ROWS,
     MANY_SEGMENTS,
-    MIDDLE,
     SHM,
     Figures,
     Options,
-    Round,
     begun,
     epoch,
     filled,
     filled_cache,
     many_segments,
-    mapped_files,
     named,
-    random_blocks,
     scratch,
     written,
 )
-from benchmarks.usage import spin
 
 if TYPE_CHECKING:
-    from typing import Self
+    pass
 
 ROWS = 64_000  # of the caches whose memory is measured
 
@@ -371,94 +363,3 @@ def worst_gaps(path: Path, data: bytes, turns: int) -> tuple[float, float]:
         iterator.close()
     seconds, of_processor = zip(*worst[1:], strict=True)
     return statistics.median(seconds) * 1e3, statistics.median(of_processor) * 1e3
-
-
-def gil(options: Options) -> Iterator[Round | Figures]:
-    """What does a busy training thread keep of its speed while the loader delivers?
-
-    Question: a pure-Python loop in the main thread that takes a batch from a Loader at a fixed rate (0.6
-    and 2 GB/s), against the same loop while *another process* copies as much from the same files: the
-    difference is the time for which the loader holds the GIL; memory traffic and the machine's noise are in
-    both.
-    Method: half a second a turn; the other process is there all the time, and rests in the loader's turns.
-    Also
-    printed: the rate that was really delivered.
-    """
-    from arrowcache.torch import Loader
-
-    row_bytes, batch_rows = MIDDLE
-    batch_bytes = row_bytes * batch_rows
-    for rate in (0.6e9, 2e9):
-        with (
-            filled(options, row_bytes) as cache,
-            Loader(cache, batch_rows, epoch_rows=10**9) as batches,
-            Copying(str(cache.path), rate, batch_bytes) as copying,
-        ):
-            stream = batches.repeat()
-            for _ in range(options.of(GIB) // batch_bytes):
-                next(stream)
-            delivered = []
-
-            def beside_loader(
-                rate: float = rate, stream: Any = stream, delivered: list[float] = delivered
-            ) -> float:
-                loops, gigabytes = spin(lambda: next(stream), rate, batch_bytes, TURN_SECONDS)
-                delivered.append(gigabytes)
-                return 1 / loops
-
-            ways = {"beside the loader": beside_loader, "beside a process that copies": copying.spin_beside}
-            over, key = ["beside a process that copies"], "{title}: what the loop kept"
-            yield Round(f"at {rate / 1e9:g} GB/s", ways, over, 1, "loops", turns=31, warm=0, key=key)
-            stream.close()
-            yield Figures(f"at {rate / 1e9:g} GB/s, delivered", {"GB/s": statistics.median(delivered)})
-
-
-TURN_SECONDS = 0.5
-
-
-class Copying:
-    """Another process, which copies blocks of the same files at a rate while it may; a context manager."""
-
-    def __init__(self, folder: str, rate: float, batch_bytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._rate, self._batch_bytes = rate, batch_bytes
-        self._is_ready, self._may_copy, self._is_over = context.Event(), context.Event(), context.Event()
-        arguments = folder, rate, batch_bytes, self._is_ready, self._may_copy, self._is_over
-        self._process = context.Process(target=copy_at_rate, args=arguments)
-
-    def spin_beside(self) -> float:
-        """Seconds of a loop that takes nothing, while the process copies."""
-        self._may_copy.set()
-        try:
-            return 1 / spin(lambda: None, self._rate, self._batch_bytes, TURN_SECONDS)[0]
-        finally:
-            self._may_copy.clear()
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        while not self._is_ready.wait(1.0):
-            assert self._process.is_alive(), "the process that copies has failed"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._may_copy.set()
-        self._process.join()
-
-
-def copy_at_rate(
-    folder: str, rate: float, batch_bytes: int, is_ready: Event, may_copy: Event, is_over: Event
-) -> None:
-    with ac.Cache.open(folder) as cache:
-        blocks = random_blocks(mapped_files(cache), batch_bytes, GIB // 2)
-    slot = np.empty(batch_bytes, np.uint8)
-    for block in blocks:
-        np.copyto(slot, block)
-    is_ready.set()
-    while not is_over.is_set():
-        may_copy.wait()
-        begun, number = time.perf_counter(), 0
-        while may_copy.is_set() and not is_over.is_set():
-            np.copyto(slot, blocks[number % len(blocks)])
-            number += 1
-            time.sleep(max(0.0, begun + number * batch_bytes / rate - time.perf_counter()))

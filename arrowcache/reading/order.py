@@ -37,6 +37,10 @@ class Shard:
     rank: int = 0
     world_size: int = 1
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.world_size):
+            raise ValueError(f"rank={self.rank} must lie in [0, world_size={self.world_size})")
+
 
 class Stream:
     """The rows of an epoch that are left: which of them comes when, and from which position.

@@ -376,7 +376,7 @@ def test_a_durable_pool_syncs_a_tasks_number_before_the_task_begins(tmp_path):
     for number, begun in enumerate(life.tasks_begun):
         calls = [str(call).replace("new/cache/", "") for call in life.disk.calls[:begun]]
         takes = [index for index, call in enumerate(calls) if call == f"write pools/{POOL}"]
-        assert len(takes) == number + 1
+        assert len(takes) == 1 + number + 1, "one as the pool begins, and one a task"
         assert calls[takes[-1] + 1 :] == [f"sync pools/{POOL}", "sync pools"]
 
 

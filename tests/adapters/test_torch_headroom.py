@@ -50,7 +50,9 @@ def test_every_epoch_has_every_row_where_nobody_writes(idle, way):
 def test_an_epoch_leaves_the_oldest_to_an_open_writer_and_says_so_once(cache, way):
     batches = WAYS[way](cache)
     with cache.writer():
-        with pytest.warns(RuntimeWarning, match=f"leaves out the oldest {_OLDEST_TWO:,} of 5,000 rows") as caught:
+        with pytest.warns(
+            RuntimeWarning, match=f"leaves out the oldest {_OLDEST_TWO:,} of 5,000 rows"
+        ) as caught:
             epochs = [sorted(ids_of(batches)) for _ in range(2)]
         assert len(caught) == 1
     assert epochs == [EVERY_ROW[_OLDEST_TWO:]] * 2

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, Any
 
@@ -62,23 +63,24 @@ def gil(options: Options) -> Iterator[Round | Figures]:
             ways = {"beside the loader": beside_loader, "beside a process that copies": copying.spin_beside}
             over, key = ["beside a process that copies"], "{title}: what the loop kept"
             yield Round(f"at {rate / 1e9:g} GB/s", ways, over, 1, "loops", turns=31, warm=0, key=key)
-            stream.close()
             yield Figures(f"at {rate / 1e9:g} GB/s, delivered", {"GB/s": statistics.median(delivered)})
-            yield from shares(options, cache, rate)
+            yield from shares(options, cache, stream, rate)
+            stream.close()
 
 
-def shares(options: Options, cache: ac.Cache, rate: float) -> Iterator[Figures]:
+def shares(options: Options, cache: ac.Cache, stream: Iterator[Any], rate: float) -> Iterator[Figures]:
     """The loop's processor seconds over the clock, with batches taken at a rate by a thread beside it.
 
     Also by the loop itself, without those inside of `next`. The control is a thread that sleeps as often.
+
+    Args:
+        stream: of a Loader of the cache.
     """
     from torch.utils.data import DataLoader, Dataset
 
-    from arrowcache.torch import Loader
-
     row_bytes, batch_rows = MIDDLE
-    files = mapped_files(cache)
-    blocks = random_blocks(files, row_bytes * batch_rows, options.of(GIB))
+    blocks = random_blocks(mapped_files(cache), row_bytes * batch_rows, options.of(GIB))
+    period = row_bytes * batch_rows / rate
 
     class Batches(Dataset[Any]):
         """Batches of np.memmap: a copy of a block each, as a DataLoader's batch_sampler has them made."""
@@ -89,24 +91,22 @@ def shares(options: Options, cache: ac.Cache, rate: float) -> Iterator[Figures]:
         def __getitem__(self, number: int) -> Any:
             return np.array(blocks[number % len(blocks)])
 
-    with Loader(cache, batch_rows, epoch_rows=10**9) as loader:
-        streams: dict[str, Iterator[Any] | None] = {
-            "a thread that sleeps": None,
-            "arrowcache.torch.Loader": loader.repeat(),
-            "DataLoader, 2 workers": iter(DataLoader(Batches(), batch_size=None, num_workers=2)),
-        }
-        for stream in streams.values():
-            for _ in range(64 if stream is not None else 0):
-                next(stream)  # type: ignore[arg-type]
-        found: dict[str, list[float]] = {}
-        for _ in range(options.turns(SHARE_TURNS)):
-            for name, stream in streams.items():
-                take = (lambda: None) if stream is None else stream.__next__
-                period = row_bytes * batch_rows / rate
-                found.setdefault(f"{name}, beside", []).append(share_beside(take, period))
-                found.setdefault(f"{name}, in the loop", []).append(share_within(take, period))
-        title = f"at {rate / 1e9:g} GB/s, the loop's own processor seconds over the clock"
-        yield Figures(title, {way: statistics.median(values) for way, values in found.items()})
+    peer = iter(DataLoader(Batches(), batch_size=None, num_workers=2))
+    takes: dict[str, Callable[[], object]] = {
+        "a thread that sleeps": lambda: None,
+        "arrowcache.torch.Loader": partial(next, stream),
+        "DataLoader, 2 workers": partial(next, peer),
+    }
+    found: dict[str, list[float]] = {}
+    for take in takes.values():
+        for _ in range(64):
+            take()
+    for _ in range(options.turns(SHARE_TURNS)):
+        for name, take in takes.items():
+            found.setdefault(f"{name}, beside", []).append(share_beside(take, period))
+            found.setdefault(f"{name}, in the loop", []).append(share_within(take, period))
+    title = f"at {rate / 1e9:g} GB/s, the loop's own processor seconds over the clock"
+    yield Figures(title, {way: statistics.median(values) for way, values in found.items()})
 
 
 def share_beside(take: Callable[[], object], period: float) -> float:

@@ -67,7 +67,7 @@ class BatchSource(ABC):
         self._was_interrupted = False  # by Ctrl-C: nothing under way is waited for
         self._counted_by = meter  # None: nothing is counted
         self._waiting = nullcontext() if meter is None else meter.waiting()
-        self._origin = Origin()
+        self.origin = Origin()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a source anywhere
         self.inside = 0  # the thread that makes batches, or abandons them
         self._because: str | None = None  # why it was cut short: the error that its consumer gets
@@ -76,7 +76,7 @@ class BatchSource(ABC):
 
     def require_own(self) -> None:
         """Raises: ValueError: this process was forked from the one that makes the batches."""
-        self._origin.require("this epoch", "iterate anew here")
+        self.origin.require("this epoch", "iterate anew here")
 
     def next(self, timeout_seconds: float | None) -> ReadyBatch | None:
         """Return the next batch, not delivered yet, or None at the end. A wait for it is counted.
@@ -108,7 +108,7 @@ class BatchSource(ABC):
 
     def is_ready(self) -> bool:
         """True if `next` would return at once, as far as is known. Waits for nothing, not even rows."""
-        if self.at_once or not self._origin.is_here or not self._enter():
+        if self.at_once or not self.origin.is_here or not self._enter():
             return True
         try:
             return self._look()
@@ -152,7 +152,7 @@ class BatchSource(ABC):
             self._because = because
         if self._counted_by is not None:
             self._counted_by.end_run(self)
-        if not self._origin.is_here:  # locks may be held for ever in a forked child
+        if not self.origin.is_here:  # locks may be held for ever in a forked child
             self.has_ended = self._is_closed = True
             return
         is_mine = False
@@ -232,7 +232,6 @@ class EpochIterator(Iterator[Batch]):
         self, source: BatchSource, timeout_seconds: float | None, finish: Callable[[Any], Any]
     ) -> None:
         self._source, self._timeout_seconds, self._finish = source, timeout_seconds, finish
-        self._origin = Origin()
         self._turn = threading.RLock()
         self._ahead: deque[ReadyBatch] = deque()  # without their columns; taken by whoever wraps this
 
@@ -243,7 +242,7 @@ class EpochIterator(Iterator[Batch]):
         Raises: LoaderTimeoutError; the error of a transform; RuntimeError: a newer epoch began, a state was
             loaded, or the loader was closed, also while this waits.
         """
-        if not self._origin.is_here:  # first: in a forked child the turn may be taken for ever
+        if not self._source.origin.is_here:  # first: in a forked child the turn may be taken for ever
             self._source.require_own()
         with self._turn:
             try:

@@ -8,14 +8,13 @@ lost with one of theirs.
 
 Numbers are given under cache.lock, each once, in one write to the pool's file: a pool that begins again goes
 on at the next one; where the executor refused a task, at that one. For most samplers a task that was stopped
-is no loss: the next one draws anew. If samples
-are divided among tasks, as those of Items are, its samples are in no other task. So the pool's file lists
-each task that is begun and not published, from the write on that gives its number. Publishing takes it off
-the list, under the same cache.lock that makes its segment appear, so rows that were evicted since are not
-drawn again. The pool that has a task locks a byte of the file, and the kernel drops that lock in whatever way
-the pool ends. So a task on the list is to be drawn if nobody locks its byte and no segment is of it. A
-process that dies between the two steps of publishing leaves a task on the list; it is drawn twice if its
-segment is evicted before the next pool of that name looks.
+is no loss: the next one draws anew. If samples are divided among tasks, as those of Items are, its samples
+are in no other task. So the pool's file lists each task that is begun and not published, from the write on
+that gives its number. Publishing takes it off the list, under the same cache.lock that makes its segment
+appear, so rows that were evicted since are not drawn again. The pool that has a task locks a byte of the
+file, and the kernel drops that lock in whatever way the pool ends. So a task on the list is to be drawn if
+nobody locks its byte and no segment is of it. A process that dies between the two steps of publishing leaves
+a task on the list; it is drawn twice if its segment is evicted before the next pool of that name looks.
 
 Another division of the samples, as of a dataset of another length, would be drawn in part only: the division
 is recorded, and pools of another one are refused.

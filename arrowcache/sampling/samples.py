@@ -167,7 +167,7 @@ class Stream(Streams):
         plan = None if rows is None else getattr(sampler, "plan_reads", None)
         self._begun: Sampler = sampler if plan is None else lambda rng: plan(rng, rows)
         self._plans = plan is not None
-        self._is_whole = self.is_divided or plan is not None  # a call yields all that the task has room for
+        self._is_whole = self.is_divided or self._plans  # a call yields all that the task has room for
         self._yielded: Iterator[Any] | None = None  # of the call at work
         self.entries: deque[Pending | _Ready | None] = deque()  # None: the end of a call
         self._reads = self._ready = 0  # of these, in the queue

@@ -382,7 +382,7 @@ class RowsWait:
                     raise LoaderTimeoutError(self._why_late())
                 no_rank_starts, why = self._no_rank_starts(), self._why_never()  # both always: they look
                 if why and no_rank_starts:
-                    raise LoaderTimeoutError(why)
+                    raise self._never(why)
                 with self._meter.stage(self._stage()), self._choosing():
                     time.sleep(self._pause)
                 self._pause = min(1.5 * self._pause, _MAX_PAUSE_SECONDS)
@@ -533,9 +533,13 @@ class RowsWait:
             return others
         return (
             f"{others}; of {format_count(record.inserted_rows, 'row')} published so far at least {never:,} "
-            f"were never served, since {counts}. A later release has Loader(once=...), which counts rows; "
-            "until then let epochs end, without epoch_rows and with drop_last=False"
+            f"were never served, since {counts}. Loader(once=name) counts rows; else let epochs end, without "
+            "epoch_rows and with drop_last=False"
         )
+
+    def _never(self, why: str) -> Exception:
+        """Return the error of a wait whose rows will not come."""
+        return LoaderTimeoutError(why)
 
     def _why_never(self) -> str:
         """Return why the rows are not enough, where nobody writes more, or "" if more may come."""

@@ -136,6 +136,7 @@ class EpochSource(ABC, Generic[E]):
     """
 
     parks = True  # an ended epoch's snapshot may serve the next one
+    begins_when_asked = False  # an epoch has one batch, and begins as that is asked for, not ahead
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter

@@ -28,6 +28,7 @@ from arrowcache.reading.assembly import MEMORY, Assembly, Batch, Memory, RowAsse
 from arrowcache.reading.batch_source import CLOSED, LOADED, NEWER, Batches, EpochIterator
 from arrowcache.reading.columns import Columns
 from arrowcache.reading.epoch import EpochProgress, Epochs, EpochSource
+from arrowcache.reading.once import OnceEpochs, UnusedRows
 from arrowcache.reading.options import LoaderArguments, LoaderOptions, RankInfo, takes
 from arrowcache.reading.packing import Packing
 from arrowcache.reading.stats import LoaderStats, Meter
@@ -138,6 +139,18 @@ class Loader(Closable):
             name that no row has or had is an error, of `weights` as said there. A name that neither asks for
             is an error, too. A loader then waits for rows that get such a tag, and an annotation is missing
             from all rows until there is one.
+        once: a name, such as "learner", that has each row once. There are no epochs: each `next` chooses the
+            oldest batch_size rows then that `rows` accepts, and that the name has not had, by this loader or
+            an earlier one; they come oldest first. Nothing is begun ahead, and nothing is leased between two
+            batches, so rows may leave the cache unread: `stats().unread_rows` counts them. A `next` waits for
+            rows while somebody writes, at most `timeout`; where nobody does, the iterator ends, and rows that
+            are too few for a batch stay (with drop_last=False they come as the last one). A batch is used as
+            the next one is asked for. A process that dies before that has it again. A name has one loader at
+            a time. Ranks have names of their own, and a `where`. There is no state to save: the cache keeps
+            which rows a name has had, in some ten bytes a batch, so an older checkpoint goes on with those
+            that are left. It goes without epoch_rows, weights, batch_tokens, workers and prefetch.
+        acknowledge: with `once`, a batch is used as `done(batch)` is called. Batches have ids then, as of
+            `with_ids`. Rows that are not done come again once the name has a new loader.
 
     Batches are (batch_size, *shape) arrays over reused memory that is not overwritten while any
     array over it lives, or views of mapped files, written to in private; text and bytes come as lists,
@@ -166,8 +179,12 @@ class Loader(Closable):
             self._store.settings, batch_size, may_view=may_view, packing=self._packing, **arguments
         )
         self._meter = Meter(options.workers, options.shuffle, options.chosen_by)
-        epochs = Epochs(self._store, options, self._meter)
-        epochs.join(self._rank_info(begins=False))
+        epochs: EpochSource[Any]
+        if options.once is None:
+            epochs = Epochs(self._store, options, self._meter)
+            epochs.join(self._rank_info(begins=False))
+        else:
+            epochs = OnceEpochs(self._store, options, self._meter)
         self._open(self._store.folder.path, epochs, self._new_assembly(), options.timeout)
 
     def _open(
@@ -276,6 +293,38 @@ class Loader(Closable):
             raise ValueError("probabilities are those of Loader(weights=...), of an epoch that has begun")
         return progress.plan.probabilities(row_ids(ids))
 
+    def set_rows(self, rows: object) -> None:
+        """Let a loader with `once` choose other rows, from the next `next` on.
+
+        Args:
+            rows: as of `Loader`, such as `pyarrow.compute.field("version") >= 7`.
+        Raises: ValueError: the loader has no `once`, whose batches are chosen one by one. ValueError,
+            TypeError: as of `Loader`. The rows stay then.
+        """
+        self._of_once("set_rows").set_rows(rows)
+
+    def done(self, batch: object) -> None:
+        """Take the rows of a batch for used, of a loader with `once` and `acknowledge=True`.
+
+        Args:
+            batch: a batch of this loader, or some of its rows in any form that `Cache.exclude` takes. Rows
+                that are done already, or have left the cache, are passed over.
+        Blocks: for cache.lock, now and then; for the disk, if the cache is durable.
+        Raises: ValueError: rows that this loader did not hand out; it has no `acknowledge`, or is closed.
+            CacheFullError: the cache has no room to note it.
+        """
+        rows = self._of_once("done")
+        if not self._options.acknowledge:
+            raise ValueError(
+                "done() belongs to acknowledge=True: without it a batch is used as the next one is asked for"
+            )
+        rows.done(row_ids(batch))
+
+    def _of_once(self, method: str) -> UnusedRows:
+        if not isinstance(self._epochs, OnceEpochs):
+            raise ValueError(f"{method}() belongs to Loader(once='a name'): give once=")
+        return self._epochs.rows
+
     def assert_zero_copy(self) -> None:
         """Require that batches are views, now and later: nothing is copied.
 
@@ -355,10 +404,10 @@ class Loader(Closable):
     def __repr__(self) -> str:
         options = self._options
         name = "batch_size" if options.budget is None else "batch_tokens"
-        return (
-            f"<{type(self).__name__} of {self._store.folder.path}: {name}={options.most_rows}, "
-            f"shuffle={options.shuffle!r}, epoch {self._epochs.next_number}>"
-        )
+        order = f"shuffle={options.shuffle!r}, epoch {self._epochs.next_number}"
+        if options.once is not None:
+            order = f"once={options.once!r}"
+        return f"<{type(self).__name__} of {self._store.folder.path}: {name}={options.most_rows}, {order}>"
 
     def _no_dataset(self) -> TypeError:
         return TypeError(
@@ -412,6 +461,7 @@ class Loader(Closable):
             if self._epochs.parks:
                 idle_snapshots.begin()
             self._assembly.prepare()
+            endless = endless or self._epochs.begins_when_asked
             stream = BatchStream(self._epochs, self._assembly, idle_snapshots, self._meter, endless=endless)
             try:
                 if not stream.begin(lambda: self._closed) or self._closed:

@@ -28,6 +28,7 @@ from arrowcache.reading.shuffle import Shuffle
 from arrowcache.storage.layout import SegmentInfo, Term
 from arrowcache.storage.settings import Settings
 from arrowcache.storage.store import Store
+from arrowcache.storage.used_rows import require_name_of_rows
 from arrowcache.units import (
     as_int,
     format_bytes,
@@ -96,6 +97,8 @@ class LoaderArguments(DatasetArguments, total=False):
     worker_type: str
     prefetch: int | None
     with_ids: bool
+    once: str | None
+    acknowledge: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,8 @@ class LoaderOptions:
     length_of: str | None = None
     weights: object = None
     expect: str | Sequence[str] = ()
+    once: str | None = None
+    acknowledge: bool = False
     may_view: bool = True
     packing: Packing | None = None
     names: tuple[str, ...] = field(init=False)  # of the columns
@@ -166,7 +171,7 @@ class LoaderOptions:
             )
         if self.window_bytes is not None and shuffling is not Shuffle.WINDOW:
             raise ValueError(f"window_bytes belongs to shuffle='window', not {self.shuffle!r}: leave it out")
-        for flag in ("drop_last", "with_ids", "paced"):
+        for flag in ("drop_last", "with_ids", "paced", "acknowledge"):
             if not isinstance(value := getattr(self, flag), bool):
                 raise TypeError(f"{flag} must be True or False, not {value!r}")
         require_name(self.run_id)
@@ -199,6 +204,13 @@ class LoaderOptions:
             parsed["epoch_rows"] = parse_count(self.epoch_rows, "epoch_rows")
         if self.prefetch is not None:
             parsed["prefetch"] = parse_count(self.prefetch, "prefetch", least=0, most=MAX_PREFETCHED)
+        if self.once is not None:
+            self._require_fit_for_once()
+            # nothing is ahead of the consumer, who says by their ids which rows are done
+            parsed |= {"prefetch": 0, "may_view": False, "with_ids": self.with_ids or self.acknowledge}
+            parsed |= {"shuffle": None, "shuffling": Shuffle.named(None)}
+        elif self.acknowledge:
+            raise ValueError("acknowledge=True belongs to once='a name': give both, or none")
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
 
@@ -270,6 +282,27 @@ class LoaderOptions:
                 f"{fact} {format_bytes(least)} or more, and the capacity is {format_bytes(capacity_bytes)} "
                 f"now: {way}, or raise the capacity first"
             )
+
+    def _require_fit_for_once(self) -> None:
+        """Raises: ValueError, TypeError: `once` is no name, or another option does not go with it."""
+        require_name_of_rows(self.once)
+        has_ranks = self.rank is not None or self.world_size is not None
+        unfit = {
+            "epoch_rows": (self.epoch_rows is not None, "it has no epochs"),
+            "weights": (self.weights is not None, "each row comes once"),
+            "batch_tokens": (self.batch_tokens is not None, "a batch is the oldest rows"),
+            "packed()": (self.packing is not None, "a batch is the oldest rows"),
+            "shuffle": (self.shuffle not in ("rows", None), "a batch is the oldest rows"),
+            "workers": (self.workers != 0, "nothing is begun ahead"),
+            "prefetch": (self.prefetch not in (None, 0), "nothing is begun ahead"),
+            "world_size": (
+                has_ranks and parse_ranks(self.rank, self.world_size) != (0, 1),
+                "give each rank a name of its own, and where=lambda segment: segment.seq % ranks == rank",
+            ),
+        }
+        for name, (is_given, why) in unfit.items():
+            if is_given:
+                raise ValueError(f"{name} does not go with once={self.once!r}: {why}; leave it out")
 
     def _parsed_budget(self, schema: Schema, names: Sequence[str]) -> Budget | None:
         """Return the budget of a batch, or None: batches have `batch_size` rows."""

@@ -60,6 +60,8 @@ class PerSegmentCache(ABC, Generic[T]):
 
     #: True if values are made of annotations. None: that is known once a value was made.
     reads_notes: bool | None = False
+    #: A value holds while its segment is there, and annotations stay. False: it may differ at any time.
+    is_lasting = True
 
     def __init__(self) -> None:
         self._known: dict[int, T] = {}
@@ -211,6 +213,7 @@ class StoredFunction(PerSegmentCache[T]):
         self._noted = [name for name in names if name not in schema and name not in RESERVED_NAMES]
         self.reads_notes = bool(self._noted)
         self._version: object = None  # of the annotations
+        self.is_lasting = _AGE not in self._ids
 
     @classmethod
     def of_expression(
@@ -296,6 +299,7 @@ class PythonFunction(PerSegmentCache[T]):
     """
 
     reads_notes: bool | None = None
+    is_lasting = False
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from arrowcache.lifetimes import cached_property
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction
 from arrowcache.reading.shuffle import starts_of
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.notes_log import MARKS, NotesLog
+from arrowcache.storage.notes_log import MARKS, VALUES, NotesLog
 from arrowcache.storage.row_ids import NumberedRows, is_row_id, row_ids
 from arrowcache.storage.row_notes import RESERVED_TAGS, require_tag
 from arrowcache.storage.store import Store
@@ -167,7 +167,7 @@ class RowFilter:
     """
 
     def __init__(self, store: Store, rows: Any, expect: Sequence[str] = ()) -> None:
-        self._rows, self._notes = rows, NotesLog.of(store)
+        self._rows, self._notes, self._folder = rows, NotesLog.of(store), store.folder
         #: False: it leaves out only what is excluded.
         self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
         #: None: neither a function nor an expression is asked.
@@ -199,6 +199,20 @@ class RowFilter:
             return {}
         parts = zip(rows.seqs.tolist(), np.split(mask, rows.starts[1:-1]), strict=True)
         return {seq: bitmap(part) for seq, part in parts if not part.all()}
+
+    def version(self) -> object:
+        """A value that stays as long as `of` chooses the same rows of a segment. None: it may always differ.
+
+        Blocks: for cache.lock and the disk, where annotations are read, and some of this process wait.
+        """
+        function = self.function
+        if function is not None and not function.is_lasting:
+            return None
+        kinds = [MARKS]
+        if function is not None and function.reads_notes:
+            self._notes.flush_or_warn()
+            kinds.append(VALUES)
+        return [file for file in self._folder.note_files() if file.kind in kinds]
 
     def _asked_for(self, snapshot: Snapshot, rows: NumberedRows) -> Mask | None:
         """The mask of a snapshot's rows, whatever is excluded. None: all."""

@@ -83,7 +83,8 @@ class LoaderStats(Shown):
     excluded, or not those of `rows`. `choosing_seconds` is the part of `start_seconds` in which the rows of
     epochs were chosen: by `where`, `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by`
     names those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items
-    of a dataset could not be made, in all epochs, with on_error="skip".
+    of a dataset could not be made, in all epochs, with on_error="skip". `unread_rows` is how many rows left
+    the cache before a loader with `once` had them, since it was made; such a loader counts no epochs.
     """
 
     epochs: int
@@ -115,6 +116,7 @@ class LoaderStats(Shown):
     chosen_by: tuple[str, ...] = ()
     repeats: bool = False
     left_out_items: int = 0
+    unread_rows: int = 0
 
     @property
     def advice(self) -> str:
@@ -213,6 +215,8 @@ class LoaderStats(Shown):
             yield "left out", f"the oldest {rows} of the last epoch, to samplers"
         if self.left_out_items:
             yield "skipped", f"{format_count(self.left_out_items, 'item')} that could not be made"
+        if self.unread_rows:
+            yield "unread", f"{format_count(self.unread_rows, 'row')} left the cache before they were chosen"
         if self.unselected_rows:
             yield "not selected", f"{format_count(self.unselected_rows, 'row')} of the last epoch's segments"
         if self.held_up_seconds:
@@ -231,7 +235,7 @@ class Meter:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.epochs = self.batches = self.rows = self.nbytes = self.copied_bytes = self.stalls = 0
         self.epoch_seconds = self.stall_seconds = self.held_up_seconds = 0.0
-        self.left_out_rows = self.unselected_rows = self.left_out_items = 0
+        self.left_out_rows = self.unselected_rows = self.left_out_items = self.unread_rows = 0
         self._age_row_seconds = 0.0
         # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
@@ -365,6 +369,11 @@ class Meter:
         with self._lock:
             self.held_up_seconds += seconds
 
+    def miss(self, rows: int) -> None:
+        """Count rows that left the cache before a loader with `once` had them."""
+        with self._lock:
+            self.unread_rows += rows
+
     def leave_out(self, items: int) -> None:
         """Count items that could not be made, and are left out."""
         with self._lock:
@@ -433,6 +442,7 @@ class Meter:
                 chosen_by=self.chosen_by,
                 repeats=self.repeats,
                 left_out_items=self.left_out_items,
+                unread_rows=self.unread_rows,
             )
 
 

@@ -107,7 +107,8 @@ class BatchStream(BatchSource):
             self._is_between = epoch.is_delivered  # nothing is left of a resumed one
             self._idle_snapshots.drop()  # segments that both epochs read stay mapped
             self._make(epoch, awaited=True)
-            self._begin_groups()
+            if not self._epochs.begins_when_asked:
+                self._begin_groups()
         return True
 
     def close(self, because: str | None = None, error: type[BaseException] | None = None) -> None:
@@ -143,6 +144,8 @@ class BatchStream(BatchSource):
             del error  # its traceback has this frame
 
     def _look(self) -> bool:
+        if self._epochs.begins_when_asked and not self.begun:
+            return bool(self.ready) or self.has_ended
         self._may_wait = False
         try:
             self._begin_groups()

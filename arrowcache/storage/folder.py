@@ -674,6 +674,22 @@ class Folder:
         """The length of all files of weights; only under cache.lock."""
         return sum(os.stat(self.notes / name).st_size for name in self._weights())
 
+    def used_path(self, name: str) -> Path:
+        """The file of the rows that a name has used."""
+        return self.notes / f"{name}{layout.USED}"
+
+    def read_used(self, name: str) -> bytes:
+        """What that file says. Empty, if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return _read(self.used_path(name), layout.MAX_NOTE_BYTES)
+        return b""
+
+    def put_used(self, name: str, part: PartFile) -> None:
+        """Let a part take the place of that file: its lock holds on; only under cache.lock."""
+        self._complete_notes()
+        part.rename(self.used_path(name))
+        self.sync_folder(self.notes)
+
     def _weights(self) -> list[str]:
         return [name for name in self._in_notes() if layout.WEIGHTS_NAME.fullmatch(name)]
 
@@ -683,10 +699,13 @@ class Folder:
         except FileNotFoundError:  # before the first note
             return []
 
-    def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:
+    def _complete_notes(self) -> None:
         if not self.notes.is_dir():
             self._make_folder(self.notes)
             self.sync_folder(self.path)
+
+    def _link_in_notes(self, name: str, data: bytes | memoryview, *, syncs: bool) -> None:
+        self._complete_notes()
         part = self.new_part()
         try:
             part.write([memoryview(data)])

@@ -78,6 +78,7 @@ _MAX_TASK_CHARACTERS = 200  # a file's name ends at 255
 _MAX_ROW_DIGITS = 10  # of the rows of a segment
 MAX_NOTE_BYTES = 1 << 30  # of a file of notes; what is cut off there is damage
 _NOTE = re.compile(r"(\d{20})-(\d{20})-(\d{20})-([0-9a-f]{16})\.(marks|values)\.arrow", re.ASCII)
+USED = ".used"  # behind the name of `Loader(once=name)`, in notes/
 WEIGHTS_NAME = re.compile(r"[0-9a-f]{16}\.weights\.arrow", re.ASCII)
 _SEGMENT = re.compile(r"(\d{20})-([1-9]\d{0,18})-((?:[A-Za-z0-9_.-]{1,200})?)\.arrow", re.ASCII)
 

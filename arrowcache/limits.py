@@ -40,6 +40,7 @@ class Limits:
     number_leap: int = 1_000_000  # more segments than anybody publishes before the kernel writes the counter
     display_seconds: float = 2.0  # longest wait of a display for cache.lock
     noted_rows: int = 1 << 20  # rows whose things said are in memory
+    used_bytes: int = 1 << 20  # that say which rows a name has had, beyond what they would be anew, twice
 
     # what ends: threads and processes
     join_seconds: float = 5.0  # for a thread
@@ -52,6 +53,7 @@ class Limits:
 
     # epochs
     idle_seconds: float = 1.0  # that an ended epoch's segments stay mapped
+    grace_seconds: float = 1.0  # for a writer between two segments, a sampler or a rank that is starting
     joined_look_seconds: float = 0.25  # between two looks whether the other ranks have joined
     unjoined_epochs: int = 8  # that ended here, and that not all local ranks have begun, until a warning
     slow_segments: int = 1000  # so many are listed, leased and mapped in some 2 ms

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arrowcache.errors import WHERE, ArrowCacheError, LoaderTimeoutError, called, log, warn
+from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction
@@ -321,7 +322,6 @@ _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.04
 _SETTLING_SECONDS = 0.1
 _TRY_SECONDS = 1.0  # tried without a change: `where` may depend on the time, and freed bytes change no name
 _LOOK_SECONDS = 0.25  # between two looks for a writer
-_GRACE_SECONDS = 1.0  # for a writer between two of its segments, or a sampler that is just starting
 
 
 class Wait(NamedTuple):
@@ -465,7 +465,7 @@ class RowsWait:
                 self._unwritten_since = 0.0
             elif not self._unwritten_since:
                 self._unwritten_since = now
-        if not self._unwritten_since or now - self._unwritten_since < _GRACE_SECONDS:
+        if not self._unwritten_since or now - self._unwritten_since < Limits.current.grace_seconds:
             return False
         self._look()
         return not self._at_work()
@@ -482,7 +482,7 @@ class RowsWait:
             self._ranks_looked = now
             if self._all_waited_since > now and self._shared_plan.all_wait():
                 self._all_waited_since = now
-        return now - self._all_waited_since >= _GRACE_SECONDS
+        return now - self._all_waited_since >= Limits.current.grace_seconds
 
     def _look(self) -> None:
         with suppress(OSError):

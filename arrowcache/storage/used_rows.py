@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import CacheFormatError, warn
 from arrowcache.lifetimes import Closable, Origin
+from arrowcache.limits import Limits
 from arrowcache.storage.folder import PartFile
 from arrowcache.storage.layout import TASK_NAME, SegmentInfo, newer_format
 from arrowcache.storage.locks import LockFile, flock_holders
@@ -31,7 +32,6 @@ from arrowcache.storage.store import Store
 _MAGIC = b"ACused01"
 _HEAD = struct.Struct("<QQ")  # the bytes of a record's runs, and their xxh3_64
 _GROWTH_BYTES = 64 << 10  # taken at once
-_SPARE_BYTES = 1 << 20  # beyond what it says, twice, the file is made anew
 
 _Mask = NDArray[np.bool_]
 _Runs = NDArray[np.int64]  # (n, 3): number of a segment, first row, count of rows
@@ -59,11 +59,16 @@ def require_name_of_rows(name: object) -> str:
 class UsedRows(Closable):
     """The rows that a name has used. It holds the name until `close`. One thread at a time uses it.
 
-    Raises: ValueError: another loader holds the name. CacheFormatError: its file is of a newer format.
+    Raises: ValueError: another loader holds the name; the cache is of a dataset. CacheFormatError: its file is of a newer format.
         CacheFullError: what is leased leaves no room for it. LockTimeoutError, OSError: as `Store.locked`.
     """
 
     def __init__(self, store: Store, name: str) -> None:
+        if store.settings.dataset is not None:
+            raise ValueError(
+                f"once={name!r} is for rows that stay in their segments, and the cache of a dataset merges "
+                "them: read it by arrowcache.torch.Loader(train), each item once an epoch"
+            )
         self._store, self._name, self._origin = store, name, Origin()
         self._masks: dict[int, _Mask] = {}  # by the number of a segment; missing: none is used
         self._file: PartFile | None = None
@@ -89,12 +94,12 @@ class UsedRows(Closable):
         """
         runs = np.concatenate([_runs_of(*each) for each in used])
         record = _record(runs)
-        if self._file is None or self._end + len(record) > self._taken:
+        if self._file is None or self._end > 2 * self._least + Limits.current.used_bytes:
             with self._store.locked():
-                if self._file is None or self._end > 2 * self._least + _SPARE_BYTES:
-                    self._write_anew(len(record))
-                else:
-                    self._take(len(record))
+                self._write_anew(len(record))
+        elif self._end + len(record) > self._taken:
+            with self._store.locked():
+                self._take(len(record))
         assert self._file is not None
         try:
             self._file.write([memoryview(record)])

@@ -398,6 +398,6 @@ def test_the_file_is_made_anew_as_it_grows(tmp_path, monkeypatch):
             taken(batches, 1)
             files.add(path.stat().st_ino)
         assert len(files) > 1
-    with once(cache, 1) as loader:
+    with once(cache.path, 1) as loader:
         assert taken(iter(loader), 1) == [127]
     assert np.frombuffer(path.read_bytes()[24:48], np.int64).tolist() == [0, 0, 16]

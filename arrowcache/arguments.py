@@ -47,6 +47,12 @@ def instead(*names: str, say: str) -> dict[str, str]:
     return dict.fromkeys(names, say)
 
 
+#: What faces say that make epochs, and no batches one by one.
+OF_ONCE = instead(
+    "once",
+    "acknowledge",
+    say="arrowcache.Loader(cache, once=...), or that of torch or jax, has each row once",
+)
 OF_DATALOADER = {
     **instead("sampler", "batch_sampler", say="rows= and where= choose the rows, and shuffle= their order"),
     **instead("persistent_workers", say="workers live on between epochs, so leave it out"),

@@ -679,7 +679,7 @@ class Folder:
         return self.notes / f"{name}{layout.USED}"
 
     def read_used(self, name: str) -> bytes:
-        """What that file says. Empty, if there is none."""
+        """The content of that file. Empty, if there is none."""
         with contextlib.suppress(FileNotFoundError):
             return _read(self.used_path(name), layout.MAX_NOTE_BYTES)
         return b""

@@ -59,8 +59,9 @@ def require_name_of_rows(name: object) -> str:
 class UsedRows(Closable):
     """The rows that a name has used. It holds the name until `close`. One thread at a time uses it.
 
-    Raises: ValueError: another loader holds the name; the cache is of a dataset. CacheFormatError: its file is of a newer format.
-        CacheFullError: what is leased leaves no room for it. LockTimeoutError, OSError: as `Store.locked`.
+    Raises: ValueError: another loader holds the name; the cache is of a dataset. CacheFormatError: its file
+        is of a newer format. CacheFullError: what is leased leaves no room for it. LockTimeoutError, OSError:
+        as `Store.locked`.
     """
 
     def __init__(self, store: Store, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from arrowcache.arguments import OF_DATALOADER, instead
+from arrowcache.arguments import OF_DATALOADER, OF_ONCE, instead
 from arrowcache.arrow.schema import Schema
 from arrowcache.limits import Limits
 from arrowcache.reading.assembly import Memory
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAPPED = "map the result: dataset(...).map(function, num_parallel_calls=...)"
 _INSTEAD = {
+    **OF_ONCE,
     **OF_DATALOADER,
     **instead("transform", "collate_fn", "map_fn", "workers", "num_workers", "worker_type", say=_MAPPED),
     **instead("num_parallel_calls", say=_MAPPED),

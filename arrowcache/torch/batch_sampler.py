@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
-from arrowcache.arguments import OF_DATALOADER, instead
+from arrowcache.arguments import OF_DATALOADER, OF_ONCE, instead
 from arrowcache.lifetimes import until_exit
 from arrowcache.reading.batch_source import STOPPED, cut_short
 from arrowcache.reading.epoch import Epochs
@@ -37,6 +37,7 @@ _OF_THE_DATASET = "it draws row numbers: give CacheDataset(cache, columns=..., t
 _OF_THE_DATALOADER = "the DataLoader takes it, beside batch_sampler=EpochBatchSampler(...)"
 _OF_LOADERS = "batches here have batch_size rows alone: for batch_tokens take arrowcache.torch.Loader"
 INSTEAD = {
+    **OF_ONCE,
     **OF_DATALOADER,
     **instead("workers", say="give the DataLoader num_workers=, beside batch_sampler=EpochBatchSampler(...)"),
     **instead("prefetch", say="give the DataLoader prefetch_factor=, beside batch_sampler="),

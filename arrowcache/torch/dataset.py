@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_info
 
-from arrowcache.arguments import face, instead
+from arrowcache.arguments import OF_ONCE, face, instead
 from arrowcache.pickling import pickled, unpickled
 from arrowcache.reading.batch_source import STOPPED
 from arrowcache.reading.row_filter import INCLUDED
@@ -50,6 +50,7 @@ _OF_WORKERS = (
 )  # fmt: skip
 _BESIDE = "beside batch_sampler=EpochBatchSampler(cache, ...)"
 _INSTEAD = {
+    **OF_ONCE,
     **instead(
         *_OF_SAMPLERS, say="give EpochBatchSampler(cache, ...) such, the batch_sampler= beside this dataset"
     ),

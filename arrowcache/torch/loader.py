@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arrowcache.arguments import OF_DATALOADER, face, instead
+from arrowcache.arguments import OF_DATALOADER, OF_ONCE, face, instead
 from arrowcache.arrow.items import with_article
 from arrowcache.arrow.schema import Ragged
 from arrowcache.lifetimes import at_exit
@@ -140,6 +140,7 @@ Loader.__new__.__signature__ = inspect.signature(Loader.__init__)  # type: ignor
 
 #: Options of others that the loader of a finite dataset has no use for, and what to do instead.
 _OF_DATASET = {
+    **OF_ONCE,
     **OF_DATALOADER,
     **instead(
         "sampler", "batch_sampler", say="give DataLoader(train, sampler=...) or batch_sampler= an own order"

@@ -6,7 +6,7 @@ import os
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arrowcache.arguments import OF_DATALOADER, instead
+from arrowcache.arguments import OF_DATALOADER, OF_ONCE, instead
 from arrowcache.reading.loader import Loader as NumpyLoader
 from arrowcache.reading.options import LoaderOptions, PackedArguments, takes
 from arrowcache.reading.packing import Packing
@@ -24,6 +24,7 @@ _SHUFFLES = ("rows", "window", None)
 _STORE_IT = "packed() makes no batches of rows: store what a transform makes, and give packed() that column"
 _ONCE = "each document comes once; choose documents by rows= or where="
 _INSTEAD = {
+    **OF_ONCE,
     **OF_DATALOADER,
     **instead("transform", "collate_fn", say=_STORE_IT),
     **instead("columns", say="its documents are those of one column: column="),

@@ -224,6 +224,20 @@ def proves_expect(face: Face, cache: ac.Cache) -> None:
     assert awaited[0] in ("LoaderTimeoutError", "UnknownError"), awaited  # TensorFlow's own
 
 
+@changes
+def proves_once(face: Face, cache: ac.Cache) -> None:
+    """A name has each row once."""
+    assert len(face.seen(cache, once="learner")) > 1
+    assert face.seen(cache, once="learner") == []
+
+
+@changes
+def proves_acknowledge(face: Face, cache: ac.Cache) -> None:
+    """What is not done comes again."""
+    assert len(face.seen(cache, once="learner", acknowledge=True)) > 1
+    assert len(face.seen(cache, once="learner")) > 1
+
+
 def other_cache(cache: ac.Cache) -> ac.Cache:
     path = cache.path.parent / "other"
     with suppress(FileExistsError):
@@ -273,6 +287,8 @@ OF_LOADERS: dict[str, Proof] = {
     ),
     "prefetch": proves_prefetch,
     "with_ids": differs({}, {"with_ids": True}),
+    "once": proves_once,
+    "acknowledge": proves_acknowledge,
     "batch_tokens": differs(
         {"batch_size": None, "batch_tokens": 40, "length_of": "size"},
         {"batch_size": None, "batch_tokens": 80, "length_of": "size"},

@@ -9,7 +9,18 @@ import threading
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from helpers import KIB, DEADLINE_SECONDS, append_rows, ids_of, limit, make_cache, publish, sample, segment_files, wait_until
+from helpers import (
+    DEADLINE_SECONDS,
+    KIB,
+    append_rows,
+    ids_of,
+    limit,
+    make_cache,
+    publish,
+    sample,
+    segment_files,
+    wait_until,
+)
 from processes import Child
 
 import arrowcache as ac
@@ -80,7 +91,7 @@ def test_a_wait_leases_nothing_and_ends_with_an_error_after_the_timeout(cache):
         batches = iter(loader)
         assert taken(batches, 1) == [*range(16)]
         assert not cache.stats().leased_bytes
-        with pytest.raises(ac.LoaderTimeoutError, match="waited 0.3 s for 16 rows in"):
+        with pytest.raises(ac.LoaderTimeoutError, match=r"waited 0\.3 s for 16 rows in"):
             next(batches)
         assert not cache.stats().leased_bytes
         assert ids_of(batches) == []
@@ -153,7 +164,9 @@ def test_segments_are_divided_by_where(cache):
     publish(cache, 6)
     found = []
     for rank in range(2):
-        with once(cache, 8, f"rank-{rank}", where=lambda segment, rank=rank: segment.seq % 2 == rank) as loader:
+        with once(
+            cache, 8, f"rank-{rank}", where=lambda segment, rank=rank: segment.seq % 2 == rank
+        ) as loader:
             found.append(ids_of(loader))
     assert found[0] == [number for number in range(96) if number // 16 % 2 == 0]
     assert sorted(found[0] + found[1]) == [*range(96)]

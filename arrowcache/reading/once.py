@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from arrowcache.errors import ArrowCacheError
 from arrowcache.reading.available_rows import AvailableRows, RowsWait, Wait
 from arrowcache.reading.epoch import EpochProgress, EpochSource
 from arrowcache.reading.options import LoaderOptions, RankInfo
@@ -52,13 +53,17 @@ class _Patience(RowsWait):
     """A wait that is over, without an error, once nobody writes any more."""
 
     def _why_never(self) -> str:
-        found = self._available_rows
-        if found.pace_says or self._options.wait_rows > max(1, found.rows) or not self._nobody_writes():
+        if self._available_rows.pace_says or not self._nobody_writes():
             return ""
-        return super()._why_never() if not self._store.segments() else "nobody writes"
+        return "nobody writes"
 
     def _never(self, why: str) -> Exception:
-        return super()._never(why) if not self._store.segments() else _NobodyWrites()
+        if self._store.segments():
+            return _NobodyWrites()
+        return super()._never(
+            f"{self._store.folder.path} is empty, and {why} to it: first start samplers, or write rows by "
+            "cache.writer()"
+        )
 
 
 class _NobodyWrites(Exception):
@@ -149,6 +154,7 @@ class UnusedRows(AvailableRows):
         self._delivered: list[RowsOf] = []  # used at the next choice
         self._returned: deque[RowsOf] = deque()  # of batches that were dropped
         self._newest = -1  # segment that was seen
+        self._inserted: int | None = None  # rows that were ever published, then
         self._choosing = threading.RLock()  # another thread may call `done`
         self._version: object = None  # of what `_left` says
         self._over: set[int] = set()  # segments all of whose rows were handed out or used
@@ -159,9 +165,8 @@ class UnusedRows(AvailableRows):
     def set_rows(self, rows: object) -> None:
         """Choose by other rows from now on. Raises: as the argument of a Loader."""
         rows_filter = RowFilter(self.store, require_rows(rows), self._expect)
-        self._filter, self._version = rows_filter, None
-        function = rows_filter.function
-        self._functions = [] if function is None else [function]
+        with self._choosing:
+            self._filter, self._version = rows_filter, None
 
     def hand_out(self, batch: _Batch, least: int, most: int) -> Snapshot | None:
         """Hand the oldest rows out to a batch, and lease them. What was delivered before is used.
@@ -246,11 +251,15 @@ class UnusedRows(AvailableRows):
             self._left = {seq: None for seq in self._segments if seq not in self._over}
 
     def _list(self) -> None:
-        """Learn of segments that came or left."""
-        listed = self.store.segments()
+        """Learn of segments that came or left; of some that came and left only by the count of their rows."""
+        with self.store.locked():
+            listed, inserted = self.store.segments(), self.store.usage.record().inserted_rows
         oldest = listed[0].seq if listed else MAX_SEQ
         self._drop([*takewhile(lambda seq: seq < oldest, self._segments)])
         new = [*takewhile(lambda segment: segment.seq > self._newest, reversed(listed))]
+        if self._where is None and self._inserted is not None:
+            self._meter.miss(max(0, inserted - self._inserted - sum(segment.rows for segment in new)))
+        self._inserted = inserted
         for segment in reversed(new):
             self._newest = segment.seq
             if self._where is None or self._asked(segment):
@@ -364,7 +373,7 @@ class UnusedRows(AvailableRows):
         self._used.add(parts)
         if self.is_paced:
             new = sorted({part.segment.seq for part in parts} - self._served)
-            with self.store.locked():
+            with suppress(OSError, ArrowCacheError), self.store.locked():  # no batch fails for a count
                 self.store.usage.add_served(sum(len(part.rows) for part in parts))
                 if new:
                     self.store.usage.count_epoch(np.array(new, np.int64), 1)
@@ -401,23 +410,22 @@ class OnceEpochs(EpochSource[_Batch]):
             if not ahead:
                 snapshot = Snapshot.of(self._store, Leased([], None, 0, 0))
             else:
-                least = self._options.needed_rows(1)
-                snapshot = self._chosen(batch, most if not self._options.drop_last else least, most, wait)
+                snapshot = self._chosen(batch, most, wait)
             if snapshot is None:
                 return None
             batch.begin(snapshot)
             undo.pop_all()
         return batch
 
-    def _chosen(self, batch: _Batch, least: int, most: int, wait: Wait | None) -> Snapshot | None:
-        take = partial(batch.choose, least, most)
+    def _chosen(self, batch: _Batch, most: int, wait: Wait | None) -> Snapshot | None:
+        take = partial(batch.choose, most, most)
         if wait is None:
             with self.meter.stage("start"):
                 return take()
         try:
             return _Patience(self.rows, self._options, 1, self.meter, None).wait(take, wait)
         except _NobodyWrites:
-            return batch.choose(least if self._options.drop_last else 1, most)
+            return batch.choose(most if self._options.drop_last else 1, most)
 
     def _begin_delivery(self, epoch: _Batch) -> None:
         """Nothing is to be remembered: the cache does."""

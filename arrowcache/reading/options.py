@@ -293,6 +293,7 @@ class LoaderOptions:
             "batch_tokens": (self.batch_tokens is not None, "a batch is the oldest rows"),
             "packed()": (self.packing is not None, "a batch is the oldest rows"),
             "shuffle": (self.shuffle not in ("rows", None), "a batch is the oldest rows"),
+            "wait_rows": (self.wait_rows != 1, "a batch waits for its own rows"),
             "workers": (self.workers != 0, "nothing is begun ahead"),
             "prefetch": (self.prefetch not in (None, 0), "nothing is begun ahead"),
             "world_size": (

@@ -571,13 +571,18 @@ class Store:
         return Leased(listed, lease, next_seq, left_out_rows)
 
     def lease_again(self, listed: Sequence[SegmentInfo]) -> Leased:
-        """Lease segments that were listed before, oldest first, without those that left. Lists nothing."""
+        """Lease segments that were listed before, oldest first, without those that left. Lists nothing.
+
+        For a moment: a writer of this process waits for its end, and does not raise.
+        """
         with self.locked():
             next_seq = self.folder.read_record().next_seq
             there = [segment for segment in listed if self.folder.segment_info(segment.name) is not None]
             if not there:
                 return Leased([], None, next_seq, 0)
-            return Leased(there, Lease(self.folder.lease_lock, there[0].seq, there[-1].seq), next_seq, 0)
+            lease = Lease(self.folder.lease_lock, there[0].seq, there[-1].seq)
+            lease.is_ending = True
+            return Leased(there, lease, next_seq, 0)
 
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
         if not self.settings.headroom_bytes:

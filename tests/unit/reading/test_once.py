@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.compute as pc
@@ -16,6 +17,7 @@ from helpers import (
     ids_of,
     limit,
     make_cache,
+    overfill,
     publish,
     sample,
     segment_files,
@@ -97,6 +99,26 @@ def test_a_wait_leases_nothing_and_ends_with_an_error_after_the_timeout(cache):
         assert ids_of(batches) == []
         append_rows(cache, range(20, 40))
         assert taken(iter(loader), 1) == [*range(16, 32)]
+
+
+def test_a_writer_of_the_same_process_waits_while_a_batch_is_made(tmp_path):
+    cache = make_cache(tmp_path / "cache", capacity=256 * KIB)
+    overfill(cache, on_full="raise")
+    began, goes_on = threading.Event(), threading.Event()
+
+    def transform(batch):
+        began.set()
+        assert goes_on.wait(DEADLINE_SECONDS)
+        return batch
+
+    with once(cache, transform=transform) as loader, ThreadPoolExecutor(2) as threads:
+        learner = threads.submit(lambda: taken(iter(loader), 1))
+        assert began.wait(DEADLINE_SECONDS)
+        writer = threads.submit(overfill, cache, "wait")
+        wait_until(lambda: cache.stats().waiting_writers, "the writer to wait")
+        goes_on.set()
+        assert len(learner.result(DEADLINE_SECONDS)) == 16
+        writer.result(DEADLINE_SECONDS)
 
 
 def test_an_empty_cache_to_which_nobody_writes_is_an_error_and_no_silent_end(cache):
@@ -182,9 +204,12 @@ def test_rows_that_left_unread_are_counted(tmp_path):
         (oldest, *_) = (info.seq for info in cache.store.segments())
         assert oldest > 1
         assert taken(batches, 1) == [*range(16 * oldest, 16 * oldest + 16)]
-        loader.stats()
+        assert loader.stats().unread_rows == 16 * (oldest - 1)
+        publish(cache, 40)  # some come and leave between two batches
+        had = ids_of(batches)
         unread = loader.stats().unread_rows
-        assert unread == 16 * (oldest - 1)
+        assert unread > 16 * 20
+        assert unread + len(had) + 32 == cache.stats().inserted_rows
         assert "left the cache before they were chosen" in str(loader.stats())
 
 
@@ -327,6 +352,7 @@ def test_a_batch_that_cannot_be_noted_raises_and_is_not_lost(tmp_path, monkeypat
         ({"weights": "id"}, "weights does not go with"),
         ({"batch_size": None, "batch_tokens": 64, "length_of": "id"}, "batch_tokens does not go with"),
         ({"shuffle": "window"}, "shuffle does not go with"),
+        ({"wait_rows": 32}, "wait_rows does not go with"),
         ({"workers": 2}, "workers does not go with"),
         ({"prefetch": 2}, "prefetch does not go with"),
         ({"rank": 0, "world_size": 2, "run_id": "a"}, "give each rank a name of its own, and where="),

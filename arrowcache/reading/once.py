@@ -55,15 +55,12 @@ class _Patience(RowsWait):
     def _why_never(self) -> str:
         if self._available_rows.pace_says or not self._nobody_writes():
             return ""
+        if not self._store.folder.read_record().next_seq:  # whoever is to write first may still be starting
+            return ""
         return "nobody writes"
 
-    def _never(self, why: str) -> Exception:
-        if self._store.segments():
-            return _NobodyWrites()
-        return super()._never(
-            f"{self._store.folder.path} is empty, and {why} to it: first start samplers, or write rows by "
-            "cache.writer()"
-        )
+    def _never(self, why: str) -> Exception:  # noqa: ARG002
+        return _NobodyWrites()
 
 
 class _NobodyWrites(Exception):

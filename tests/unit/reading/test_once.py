@@ -121,9 +121,14 @@ def test_a_writer_of_the_same_process_waits_while_a_batch_is_made(tmp_path):
         writer.result(DEADLINE_SECONDS)
 
 
-def test_an_empty_cache_to_which_nobody_writes_is_an_error_and_no_silent_end(cache):
-    with once(cache) as loader, pytest.raises(ac.LoaderTimeoutError, match="is empty, and nobody writes"):
-        next(iter(loader))
+def test_an_empty_cache_is_waited_for_as_its_samplers_may_be_starting(cache):
+    with once(cache, timeout=0.3) as loader:
+        with pytest.raises(ac.LoaderTimeoutError, match=r"waited 0\.3 s .* is a sampler running\?"):
+            next(iter(loader))
+        publish(cache, 1)
+        assert ids_of(loader) == [*range(16)]
+        cache.evict("1MiB")
+        assert ids_of(loader) == []
 
 
 def test_other_rows_hold_from_the_next_batch_on(cache):

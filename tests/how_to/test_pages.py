@@ -1,0 +1,81 @@
+"""The pages of docs/how-to: each block of code runs, in the order of its page, and does what the page says."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from processes import Script
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+START = """
+    import os, runpy, sys
+
+    os.chdir(sys.argv[1])
+    with open("output", "w") as file:
+        os.dup2(file.fileno(), 1)
+    runpy.run_path("script.py", run_name="__main__")
+"""
+
+
+def blocks(page: str) -> str:
+    """The Python of a page."""
+    return "\n".join(
+        re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
+    )
+
+
+def run(folder: Path, page: str, then: str) -> str:
+    """Run the blocks of a page as one script, in a folder; what it printed."""
+    code = blocks(page).replace('"/data/', f'"{folder}/')
+    code = re.sub(r'capacity="\d+GB"', 'capacity="64MB"', code).replace("timeout=600", "timeout=60")
+    (folder / "script.py").write_text(code + "\n" + textwrap.dedent(then))
+    with Script(START, folder) as script:
+        exit_code, errors = script.end(240)
+        assert exit_code == 0, errors
+    return (folder / "output").read_text()
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_groups_of_rollouts_that_come_once(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    then = """
+        import threading
+
+        class Policy:
+            version = 0
+            made = 0
+
+            def goes_on(self):
+                return self.version < 30 and not over.wait(0.001)
+
+            def roll_out(self, group, length):
+                self.made += 1
+                with torch.no_grad():
+                    tokens = torch.distributions.Categorical(logits=model.weight[0]).sample((group, length))
+                return self.made, tokens.numpy(), (tokens == 3).float().mean(1).numpy()
+
+        class Same(torch.nn.Module):  # the same distribution of tokens, whatever came before
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(1, 8))
+
+            def forward(self, tokens):
+                return self.weight.expand(*tokens.shape, 8)
+
+        torch.manual_seed(0)
+        model, policy, over = Same(), Policy(), threading.Event()
+        optimizer = torch.optim.Adam(model.parameters(), 0.3)
+        had = []
+        model.register_forward_pre_hook(lambda _, given: had.append(len(given[0])))
+        actor = threading.Thread(target=act, args=(cache.path, policy), daemon=True)
+        actor.start()
+        learn(cache, model, optimizer, 30, lambda _, version: setattr(policy, "version", version))
+        over.set()
+        actor.join()
+        print(sum(had), cache.stats().served_rows, model.weight.softmax(-1)[0, 3].item() > 0.9)
+    """
+    rows, served, has_learned = run(tmp_path, "rollouts.md", then).split()
+    assert (rows, served, has_learned) == ("120", "120", "True")

@@ -144,11 +144,12 @@ class Loader(Closable):
             an earlier one; they come oldest first. Nothing is begun ahead, and nothing is leased between two
             batches, so rows may leave the cache unread: `stats().unread_rows` counts them. A `next` waits for
             rows while somebody writes, or nobody ever did, at most `timeout`; else the iterator ends, and
-            rows that are too few for a batch stay (with drop_last=False they come as the last one). A batch is used as
-            the next one is asked for. A process that dies before that has it again. A name has one loader at
-            a time. Ranks have names of their own, and a `where`. There is no state to save: the cache keeps
-            which rows a name has had, in some ten bytes a batch, so an older checkpoint goes on with those
-            that are left. It goes without epoch_rows, weights, batch_tokens, workers and prefetch.
+            rows that are too few for a batch stay. With drop_last=False they come as the last one. A batch is
+            used as the next one is asked for; a process that dies before that has it again. A name has one
+            loader at a time. Ranks have names of their own, and a `where`. There is no state to save: the
+            cache keeps which rows a name has had, in some ten bytes a batch, so an older checkpoint goes on
+            with those that are left. It goes without epoch_rows, weights, batch_tokens, workers, prefetch and
+            wait_rows.
         acknowledge: with `once`, a batch is used as `done(batch)` is called. Batches have ids then, as of
             `with_ids`. Rows that are not done come again once the name has a new loader.
 

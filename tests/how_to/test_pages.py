@@ -1,4 +1,4 @@
-"""The pages of docs/how-to: each block of code runs, in the order of its page, and does what the page says."""
+"""The pages of docs/how-to: each block of code runs, in the order of its page, and does as the page says."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class UsedRows(Closable):
         folder, before = self._store.folder, self._file
         data = _MAGIC + (_record(np.concatenate(runs)) if (runs := [*self._all_runs()]) else b"")
         taken = -(-(len(data) + more) // _GROWTH_BYTES) * _GROWTH_BYTES
-        self._store.require_room(taken)
+        self._require_room(taken)
         part = folder.new_part()
         try:
             part.allocate(taken)
@@ -200,9 +200,13 @@ class UsedRows(Closable):
         """Take blocks for so many bytes more, and some; under cache.lock."""
         assert self._file is not None
         more = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
-        self._store.require_room(more)
+        self._require_room(more)
         self._file.allocate(self._taken + more)
         self._taken += more
+
+    def _require_room(self, nbytes: int) -> None:
+        self._store.folder.sweep()  # rather debris than segments
+        self._store.require_room(nbytes)
 
 
 def _runs_of(segment: SegmentInfo, rows: NDArray[np.int64]) -> _Runs:

@@ -223,6 +223,20 @@ def noted(cache: ac.Cache) -> int:
     return int(NotesLog(cache.store).excluded(NumberedRows.of(cache.store.segments())).sum())
 
 
+def do_use(cache: ac.Cache, twice: Twice) -> None:
+    """Rows come once, in order, though a batch is asked for again after what failed."""
+
+    def learner() -> ac.Loader:
+        return ac.Loader(cache, 16, once="learner", timeout=60)
+
+    had: list[int] = []
+    for _ in range(2):
+        with twice(learner) as loader:
+            for _ in range(2):
+                had += twice(lambda loader=loader: next(iter(loader)))["id"].tolist()
+    assert had == [*range(32), *range(16, 48)], "a row came twice, or never"
+
+
 # what happened to a cache before
 
 
@@ -286,6 +300,9 @@ OPERATIONS = {
     "read": Operation(do_read, expected=frozenset({"maps.open", "maps.map", "pread", "flock"})),
     "read checked": Operation(do_read, begin=checked, expected=frozenset({"maps.open", "maps.map"})),
     "note": Operation(do_note, expected=frozenset({"create", "writev", "fsync", "link", "unlink"})),
+    "use once": Operation(
+        do_use, expected=frozenset({"create", "posix_fallocate", "writev", "rename", "fsync"})
+    ),
     "stats": Operation(do_stats, expected=frozenset({"scandir", "entry.stat", "listdir", "stat"})),
 }
 

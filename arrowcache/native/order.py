@@ -74,7 +74,7 @@ class WeightSums:
     def change(
         self, rows: NDArray[np.int64], source: NDArray[np.float32], missing: float = math.nan
     ) -> None:
-        """Take a copy of weights (n,) of rows (n,), ascending. The tree is as one that is made of all.
+        """Take a copy of weights (n,) of rows (n,), ascending, perhaps again. The tree is as one of all weights.
 
         A row takes 0.1 to 0.3 us.
         """

@@ -1,8 +1,9 @@
 """Row weights: how often an epoch draws each row: `weights=` of a loader.
 
-`Weighting` makes the weights as an epoch begins, which are frozen then. Of annotations a row without one
-weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience Replay" (Schaul,
-Quan, Antonoglou and Silver, ICLR 2016).
+`Weighting` makes the weights as an epoch begins, which are frozen then. It keeps the sums by which rows are
+drawn: where few annotations are new, sums are changed and not made anew, with the same result. Of annotations
+a row without one weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience
+Replay" (Schaul, Quan, Antonoglou and Silver, ICLR 2016).
 
 A draw is a function of (weights, seed, epoch, position), so any part of the epoch can be computed without the
 draws before it, as of other orders (shuffle.py). The C code of native/draw.h says which function.
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _WEIGHTS = 3  # keeps draws apart from shuffles
 _MAX_KEPT = 4  # files of states
 _MORE_BYTES = 4096  # of a file than its weights
-_MIN_ROWS_A_CHANGE = 64  # of rows for each that is changed: with less a table is filled as fast
+_MIN_ROWS_A_CHANGE = 64  # of a table for each row that is changed: with fewer it is filled as fast
 _NO_SEQS = np.empty(0, np.int64)
 _A_NUMBER = "a number for each row: cast it, such as (pyarrow.compute.field('label') == 3).cast('float32')"
 _NEXT_EPOCH = (
@@ -250,6 +251,12 @@ class _Table:
         self.behind: list[NDArray[np.int64]] | None = []
         self._user: Callable[[], Weights | None] = lambda: None
 
+    def fall_behind(self, rows: Sequence[NDArray[np.int64]] | None, most: int) -> None:
+        """Note that rows have another weight by now. None, or more than the most: any may have."""
+        self.behind = None if rows is None or self.behind is None else [*self.behind, *rows]
+        if self.behind is not None and sum(map(len, self.behind)) > most:
+            self.behind = None
+
     @property
     def is_free(self) -> bool:
         """True if it may be changed: nobody has weights of it any more."""
@@ -301,18 +308,16 @@ class _Tables:
         """
         if not self._tables:
             return None
-        rows, numbers = self._chosen(changes)
-        if not len(rows):
+        if not changes:
             return self._tables[-1].lent()
+        most = self._selected.size // _MIN_ROWS_A_CHANGE
+        is_small = sum(map(len, changes)) <= most and not self._changes_missing(found, changes)
         for each in self._tables:
-            if each.behind is not None:
-                each.behind.append(rows)
+            each.fall_behind(changes if is_small else None, most)
         table = self._free()
-        if table is None or table.behind is None or self._changes_missing(numbers, found[rows]):
+        if table is None or table.behind is None:
             return None
         rows, numbers = self._chosen(table.behind)
-        if len(rows) * _MIN_ROWS_A_CHANGE > self._selected.size:
-            return None
         table.sums.change(numbers, found[rows], self._missing)
         return self._lent(table)
 
@@ -323,8 +328,6 @@ class _Tables:
             found: (rows,) of the selected rows.
             may_lack: a row that has NaN there weighs as much as the heaviest.
         """
-        for each in self._tables:
-            each.behind = None
         self._missing = math.nan
         table = self._fill(self._free(), found)
         if may_lack and (bad := table.sums.bad) >= 0 and np.isnan(found[bad]):
@@ -341,20 +344,23 @@ class _Tables:
         return table
 
     def _chosen(self, some: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows, each once, that are selected, and their numbers among the selected rows; both ascend."""
-        rows = np.unique(np.concatenate([_NO_SEQS, *some]))
+        """The rows that are selected, and their numbers among the selected rows; both ascend."""
+        rows = np.sort(np.concatenate(some))
         numbers, is_selected = self._selected.numbers(rows)
         return rows[is_selected], numbers
 
-    def _changes_missing(self, numbers: NDArray[np.int64], new: NDArray[np.float32]) -> bool:
+    def _changes_missing(self, found: NDArray[np.float32], changes: Sequence[NDArray[np.int64]]) -> bool:
         """True if new values of some rows may change the weight of rows without one."""
+        rows, numbers = self._chosen(changes)
+        new = found[rows]
         if np.isnan(self._missing):
             return bool(np.isnan(new).any())
         row, heaviest = self._heaviest
         return bool((new > heaviest).any() or (new[numbers == row] != heaviest).any())
 
     def _free(self) -> _Table | None:
-        return next((each for each in self._tables if each.is_free), None)
+        free = (each for each in self._tables if each.is_free)
+        return max(free, key=lambda each: each.behind is not None, default=None)
 
     def _lent(self, table: _Table) -> Weights:
         others = [each for each in self._tables if each is not table]

@@ -309,7 +309,7 @@ class LatestValues:
         """
         values, first_new = self._kept(rows)
         changed: list[NDArray[np.int64]] = []
-        _, _, known_files = self._known
+        _, before, known_files = self._known
         firsts, lasts = ({getattr(file, name) for file in known_files} for name in ("first", "last"))
         for file, lines in files.items():
             is_known = file.first in firsts and file.last in lasts  # or was merged of known ones
@@ -319,7 +319,7 @@ class LatestValues:
                     with np.errstate(over="ignore"):
                         values[statements.rows] = statements.values
                     changed.append(statements.rows)
-        self.changed = changed if first_new > MAX_SEQ else None
+        self.changed = changed if values is before else None
         self._known = rows, values, frozenset(files)  # at once: Ctrl-C leaves what was known before
         return values
 

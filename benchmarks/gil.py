@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import arrowcache as ac
-from benchmarks.harness import GIB, MIDDLE, Figures, Options, Round, filled, mapped_files, random_blocks, scratch
+from benchmarks.harness import (
+    GIB,
+    MIDDLE,
+    Figures,
+    Options,
+    Round,
+    filled,
+    mapped_files,
+    random_blocks,
+    scratch,
+)
 from benchmarks.usage import spin
 
 if TYPE_CHECKING:
@@ -72,8 +82,8 @@ def gil(options: Options) -> Iterator[Round | Figures]:
 def shares(options: Options, cache: ac.Cache, stream: Iterator[Any], rate: float) -> Iterator[Figures]:
     """The loop's processor seconds over the clock, with batches taken at a rate by a thread beside it.
 
-    Also by the loop itself, without those inside of `next`. The control is a thread that sleeps as often. Peers
-    work as their documents say, with two threads or processes; of one that is not installed it is said.
+    Also by the loop itself, without those inside of `next`. The control is a thread that sleeps as often.
+    Peers have two threads or processes, as their documents say; one that is not installed is named.
 
     Args:
         stream: of a Loader of the cache.

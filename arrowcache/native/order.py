@@ -71,10 +71,8 @@ class WeightSums:
         """
         self.bad = library.draw_fill(self.address, address_of(source), missing)
 
-    def change(
-        self, rows: NDArray[np.int64], source: NDArray[np.float32], missing: float = math.nan
-    ) -> None:
-        """Take a copy of weights (n,) of rows (n,), ascending, perhaps again. The tree is as one of all weights.
+    def change(self, rows: NDArray[np.int64], source: NDArray[np.float32], missing: float = math.nan) -> None:
+        """Take a copy of weights (n,) of rows (n,), which ascend. The tree is as one that is made of all.
 
         A row takes 0.1 to 0.3 us.
         """

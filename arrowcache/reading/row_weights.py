@@ -36,7 +36,7 @@ from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsE
 from arrowcache.lifetimes import cached_property
 from arrowcache.native.order import Drawn, WeightSums
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction, row_at
-from arrowcache.reading.row_filter import ALL, Bitmaps, Selected
+from arrowcache.reading.row_filter import ALL, Selected
 from arrowcache.reading.shuffle import RowOrder, key_of
 from arrowcache.storage.layout import FOLDERS, NOTES, WEIGHTS_NAME, RanksRecord, SegmentInfo
 from arrowcache.storage.notes_log import VALUES, NotesLog
@@ -209,7 +209,8 @@ class Weighting:
         """
         tables, self._tables = self._tables, _Tables()  # what fails, and Ctrl-C, leaves none half changed
         tables.see(snapshot)
-        weights, found = None, np.empty(0)
+        weights: Weights | None = None
+        found: NDArray[np.floating[Any]] = np.empty(0)
         if self.function is not None:
             parts = self.function.of(snapshot)
             if isinstance(self.function, StoredFunction):  # a Python function makes new ones
@@ -230,8 +231,8 @@ class Weighting:
         if (bad := weights.table.bad) >= 0:
             number = int(selected.ids(np.array([bad]))[0])
             raise ValueError(
-                f"row {row_at(snapshot, number)} has the weight {found[number]}: a weight is a finite number, "
-                "at least 0"
+                f"row {row_at(snapshot, number)} has the weight {found[number]}: a weight is a finite "
+                "number, at least 0"
             )
         if not weights.table.total:
             raise ValueError(
@@ -276,8 +277,8 @@ class _Tables:
     """The tables of a loader's epochs, the last one's at the end.
 
     An epoch has the weights of the one before it, if nothing has changed; else a table that no epoch has any
-    more, where only those rows are changed that have other weights now. Memory: 4.5 bytes a row for each epoch
-    whose batches are made or not yet delivered, and once more.
+    more, where only those rows are changed that have other weights now. Memory: 4.5 bytes a row for each
+    epoch of other weights whose batches are not all delivered, and once more.
     """
 
     def __init__(self) -> None:
@@ -299,7 +300,9 @@ class _Tables:
         self._parts = parts
         return self._tables[-1].lent() if are_same else None
 
-    def changed(self, found: NDArray[np.float32], changes: Sequence[NDArray[np.int64]]) -> Weights | None:
+    def changed(
+        self, found: NDArray[np.floating[Any]], changes: Sequence[NDArray[np.int64]]
+    ) -> Weights | None:
         """The weights, if they are the last ones but for a few rows; else None.
 
         Args:
@@ -318,7 +321,7 @@ class _Tables:
         if table is None or table.behind is None:
             return None
         rows, numbers = self._chosen(table.behind)
-        table.sums.change(numbers, found[rows], self._missing)
+        table.sums.change(numbers, found[rows].astype(np.float32, copy=False), self._missing)
         return self._lent(table)
 
     def filled(self, found: NDArray[np.float32], *, may_lack: bool) -> Weights:
@@ -349,7 +352,9 @@ class _Tables:
         numbers, is_selected = self._selected.numbers(rows)
         return rows[is_selected], numbers
 
-    def _changes_missing(self, found: NDArray[np.float32], changes: Sequence[NDArray[np.int64]]) -> bool:
+    def _changes_missing(
+        self, found: NDArray[np.floating[Any]], changes: Sequence[NDArray[np.int64]]
+    ) -> bool:
         """True if new values of some rows may change the weight of rows without one."""
         rows, numbers = self._chosen(changes)
         new = found[rows]

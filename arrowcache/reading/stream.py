@@ -171,9 +171,9 @@ class BatchStream(BatchSource):
             if begun.is_in_parts:
                 begun.advance()
         self._wanted = self._assembly.wanted()
-        if self._left + self.under_way + len(self.ready) <= self._ahead_steps:
-            if not self._look_ahead(self._slices):
-                self._ahead_steps = 0  # all is done: ready batches need no look between them
+        is_late = self._left + self.under_way + len(self.ready) <= self._ahead_steps
+        if is_late and not self._look_ahead(self._slices):
+            self._ahead_steps = 0  # all is done: ready batches need no look between them
         while not self.exhausted and self.under_way + len(self.ready) < self._wanted:
             try:
                 group = self._next_group()

@@ -168,7 +168,7 @@ class Folder:
         linux.fill_standard_streams()  # no file of a cache becomes anybody's stderr
         self.path = path
         self.segments = path / layout.SEGMENTS
-        self._path, self._segments = os.fspath(path), os.fspath(self.segments)  # a Path costs as much as a stat
+        self._path, self._segments = map(os.fspath, (path, self.segments))  # a Path costs as much as a stat
         self.incoming = path / layout.INCOMING
         self.quarantine = path / layout.QUARANTINE
         self.ranks = path / layout.RANKS
@@ -622,7 +622,7 @@ class Folder:
 
     def note_bytes(self, file: layout.NoteFile) -> int:
         """The length of a file of notes. Raises: FileNotFoundError: as `read_note`."""
-        return os.stat(self.notes / file.name).st_size
+        return os.stat(f"{self._path}/{layout.NOTES}/{file.name}").st_size
 
     def read_note(self, file: layout.NoteFile) -> bytes:
         """The bytes of a file of notes. Raises: FileNotFoundError: it was merged into another, or is gone."""

@@ -125,7 +125,7 @@ static double next_below(double value)
     return value;
 }
 
-/* What is sought, or the largest number below a sum: rounding may have taken it there, hardly ever. */
+/* The number that is sought, or the largest one below a sum where rounding, as it hardly ever does, has taken it there. */
 static double within(double sought, double sum)
 {
     if (__builtin_expect(sought < sum, 1))

@@ -35,6 +35,7 @@ from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError, warn
 from arrowcache.lifetimes import cached_property
 from arrowcache.native.order import Drawn, WeightSums
+from arrowcache.os_errors import explaining
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction, row_at
 from arrowcache.reading.row_filter import ALL, Selected
 from arrowcache.reading.shuffle import RowOrder, key_of
@@ -187,18 +188,21 @@ class Weighting:
         """
         if self.reads_notes:
             self._notes.flush_or_warn()
-        changed = self._store.folder.changed_ns(".", *FOLDERS, NOTES)
-        if changed is not None and self._reserved == (changed, rows, of_ranks, self.reads_notes):
-            return
+        with explaining(self._store.folder.path):
+            changed = self._store.folder.changed_ns(".", *FOLDERS, NOTES)
+        wanted = changed, rows, of_ranks, self.reads_notes
+        if changed is not None and self._reserved == wanted:
+            return  # the room that there was is there
         with self._store.locked(), suppress(CacheFullError):
             nbytes = _missing_bytes(self._store, rows, of_ranks=of_ranks)
             if self.reads_notes:
                 with suppress(CacheFullError):
                     self._store.require_room(nbytes + self._notes.missing_bytes(rows))
-                    self._reserved = changed, rows, of_ranks, True
+                    self._reserved = wanted
                     return
             self._store.require_room(nbytes)
-        self._reserved = changed, rows, of_ranks, self.reads_notes
+            if not self.reads_notes:  # else leases that end make more room
+                self._reserved = wanted
 
     def of(self, snapshot: Snapshot) -> Weights:
         """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.

@@ -35,7 +35,7 @@ _RESERVE_ATTEMPTS = 10
 _DAMAGED = ".damaged"  # behind the name of a file of notes
 _MAX_WEIGHTS_BYTES = 1 << 40
 _MAX_RANKS_BYTES = 64 << 20
-_SETTLING_NS = 100_000_000  # the clock of a file system ticks each 10 ms at least
+_SETTLING_NS = 2_500_000_000  # some file systems tell whole seconds, FAT two
 _MAX_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
 

@@ -413,6 +413,20 @@ def full(tmp_path):
     return cache
 
 
+def test_room_for_weights_is_made_anew_once_something_took_it(full):
+    weighting, rows = Weighting(full.store, "id"), full.stats().rows
+    for is_taken in (False, False, True):
+        if is_taken:
+            (full.path / "notes").mkdir(exist_ok=True)
+            (full.path / "notes" / "mine").write_bytes(bytes(1 << 19))
+        else:
+            for folder in [full.path, *(each for each in full.path.iterdir() if each.is_dir())]:
+                os.utime(folder, (10, 10))  # nothing has changed for long
+        weighting.reserve(rows, of_ranks=False)
+        stats = full.stats()
+        assert stats.capacity_bytes - stats.allocated_bytes >= 4 * rows
+
+
 @pytest.mark.parametrize("weights", ["id", lambda columns: columns["id"]], ids=["column", "function"])
 def test_of_a_full_cache_no_more_rows_leave_than_one_file_of_weights_needs(full, weights):
     before = full.stats()

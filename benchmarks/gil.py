@@ -5,11 +5,12 @@ Run: `python -m benchmarks gil`. Results: benchmarks/RESULTS.md.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import arrowcache as ac
-from benchmarks.harness import GIB, MIDDLE, Figures, Options, Round, filled, mapped_files, random_blocks
+from benchmarks.harness import (
+    GIB,
+    MIDDLE,
+    Figures,
+    Options,
+    Round,
+    filled,
+    mapped_files,
+    random_blocks,
+    scratch,
+)
 from benchmarks.usage import spin
 
 if TYPE_CHECKING:
@@ -72,31 +83,31 @@ def shares(options: Options, cache: ac.Cache, stream: Iterator[Any], rate: float
     """The loop's processor seconds over the clock, with batches taken at a rate by a thread beside it.
 
     Also by the loop itself, without those inside of `next`. The control is a thread that sleeps as often.
+    Peers have two threads or processes, as their documents say; one that is not installed is named.
 
     Args:
         stream: of a Loader of the cache.
     """
-    from torch.utils.data import DataLoader, Dataset
-
     row_bytes, batch_rows = MIDDLE
     blocks = random_blocks(mapped_files(cache), row_bytes * batch_rows, options.of(GIB))
     period = row_bytes * batch_rows / rate
 
-    class Batches(Dataset[Any]):
-        """Batches of np.memmap: a copy of a block each, as a DataLoader's batch_sampler has them made."""
-
-        def __len__(self) -> int:
-            return 10**9
-
-        def __getitem__(self, number: int) -> Any:
-            return np.array(blocks[number % len(blocks)])
-
-    peer = iter(DataLoader(Batches(), batch_size=None, num_workers=2))
     takes: dict[str, Callable[[], object]] = {
         "a thread that sleeps": lambda: None,
         "arrowcache.torch.Loader": partial(next, stream),
-        "DataLoader, 2 workers": partial(next, peer),
     }
+    peers = {
+        "DataLoader, 2 workers": of_torch(blocks),
+        "SPDL, 2 threads": of_spdl(blocks),
+        "litdata, 2 workers": of_litdata(options, len(blocks) * batch_rows, row_bytes, batch_rows),
+    }
+    for name, batches in peers.items():
+        try:
+            next(batches)
+        except ImportError as error:
+            print(f"{name}: left out, {error}")
+        else:
+            takes[name] = partial(next, batches)
     found: dict[str, list[float]] = {}
     for take in takes.values():
         for _ in range(64):
@@ -105,8 +116,56 @@ def shares(options: Options, cache: ac.Cache, stream: Iterator[Any], rate: float
         for name, take in takes.items():
             found.setdefault(f"{name}, beside", []).append(share_beside(take, period))
             found.setdefault(f"{name}, in the loop", []).append(share_within(take, period))
+    for batches in peers.values():
+        batches.close()
     title = f"at {rate / 1e9:g} GB/s, the loop's own processor seconds over the clock"
     yield Figures(title, {way: statistics.median(values) for way, values in found.items()})
+
+
+def of_torch(blocks: list[np.ndarray[Any, Any]]) -> Generator[Any]:
+    """Batches of np.memmap: a copy of a block each, as a DataLoader's batch_sampler has them made."""
+    from torch.utils.data import DataLoader, Dataset
+
+    class Batches(Dataset[Any]):
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, number: int) -> Any:
+            return np.array(blocks[number % len(blocks)])
+
+    # litdata sets another context for the whole process
+    yield from DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+
+
+def of_spdl(blocks: list[np.ndarray[Any, Any]]) -> Generator[Any]:
+    """The same copies, by the threads of a pipeline."""
+    from spdl.pipeline import PipelineBuilder
+
+    builder = PipelineBuilder().add_source(itertools.cycle(blocks))
+    pipeline = builder.pipe(np.array, concurrency=2).add_sink(3).build(num_threads=2)
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+def of_litdata(options: Options, rows: int, row_bytes: int, batch_rows: int) -> Generator[Any]:
+    """Shuffled batches of as many rows, out of chunks of 64 MB in a local folder."""
+    from litdata import StreamingDataLoader, StreamingDataset, optimize
+
+    with scratch(options.folder) as folder:
+        samples = partial(random_rows, rows, row_bytes)
+        chunks = str(folder / "chunks")
+        optimize(samples, [0], chunks, chunk_bytes="64MB", num_workers=1, verbose=False)
+        dataset = StreamingDataset(chunks, shuffle=True)
+        loader = StreamingDataLoader(dataset, batch_size=batch_rows, num_workers=2)
+        while True:
+            yield from loader
+
+
+def random_rows(rows: int, row_bytes: int, _: int) -> Iterator[Any]:
+    import torch
+
+    for _ in range(rows):
+        yield torch.randint(256, (row_bytes,), dtype=torch.uint8)
 
 
 def share_beside(take: Callable[[], object], period: float) -> float:

@@ -25,7 +25,7 @@ from arrowcache.storage.layout import MAX_SEQ, SegmentInfo
 from arrowcache.storage.row_ids import NumberedRows, are_among
 from arrowcache.units import MAX_COUNTED, format_count, parse_count
 
-_FORMAT, _VERSION = "arrowcache.loader", 5  # 1 to 4 are of 0.1.0 and what followed it
+_FORMAT, _VERSION = "arrowcache.loader", 6  # 1 to 5 are of 0.1.0 and what followed it
 _PLAIN = ("epoch", "position", "seed", "epoch_rows", "window_rows", "block_rows")
 _MAX_SEGMENTS = 1 << 20  # bounds what is read from a state before memory is taken for it
 

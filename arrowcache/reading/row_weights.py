@@ -1,8 +1,9 @@
 """Row weights: how often an epoch draws each row: `weights=` of a loader.
 
-`Weighting` makes the weights as an epoch begins, which are frozen then. Of annotations a row without one
-weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience Replay" (Schaul,
-Quan, Antonoglou and Silver, ICLR 2016).
+`Weighting` makes the weights as an epoch begins, which are frozen then. It keeps the sums by which rows are
+drawn: where few annotations are new, sums are changed and not made anew, with the same result. Of annotations
+a row without one weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience
+Replay" (Schaul, Quan, Antonoglou and Silver, ICLR 2016).
 
 A draw is a function of (weights, seed, epoch, position), so any part of the epoch can be computed without the
 draws before it, as of other orders (shuffle.py). The C code of native/draw.h says which function.
@@ -16,10 +17,11 @@ leave none, and at least one. An epoch has room for one made before it leases al
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,9 +35,11 @@ from arrowcache.arrow.schema import Schema, Tensor
 from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError, warn
 from arrowcache.lifetimes import cached_property
 from arrowcache.native.order import Drawn, WeightSums
+from arrowcache.os_errors import explaining
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction, row_at
+from arrowcache.reading.row_filter import ALL, Selected
 from arrowcache.reading.shuffle import RowOrder, key_of
-from arrowcache.storage.layout import WEIGHTS_NAME, RanksRecord, SegmentInfo
+from arrowcache.storage.layout import FOLDERS, NOTES, WEIGHTS_NAME, RanksRecord, SegmentInfo
 from arrowcache.storage.notes_log import VALUES, NotesLog
 from arrowcache.storage.row_ids import NumberedRows, RowId
 from arrowcache.storage.row_notes import LatestValues, arrow_file
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 _WEIGHTS = 3  # keeps draws apart from shuffles
 _MAX_KEPT = 4  # files of states
 _MORE_BYTES = 4096  # of a file than its weights
+_MIN_ROWS_A_CHANGE = 64  # of a table for each row that is changed: with fewer it is filled as fast
+_NO_SEQS = np.empty(0, np.int64)
 _A_NUMBER = "a number for each row: cast it, such as (pyarrow.compute.field('label') == 3).cast('float32')"
 _NEXT_EPOCH = (
     "those of the last few states are kept; begin the next epoch, with "
@@ -59,10 +65,15 @@ _NEXT_EPOCH = (
 
 
 class Weights:
-    """The weights of the selected rows of a snapshot, (rows,) float32, at least one above 0. Immutable."""
+    """The weights of the selected rows of a snapshot, at least one above 0. They do not change.
 
-    def __init__(self, of_rows: NDArray[np.float32]) -> None:
-        self.of_rows = of_rows
+    Args:
+        of_rows: (rows,) float32.
+        table: has them already.
+    """
+
+    def __init__(self, of_rows: NDArray[np.float32], table: WeightSums | None = None) -> None:
+        self.of_rows, self._table = of_rows, table
 
     @cached_property
     def name(self) -> str:
@@ -72,7 +83,7 @@ class Weights:
     @cached_property
     def table(self) -> WeightSums:
         """The tree over them, by which rows are drawn. Blocks: as `WeightSums`."""
-        return WeightSums(self.of_rows)
+        return WeightSums(self.of_rows) if self._table is None else self._table
 
     def probabilities(self, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """The probability (n,) of rows (n,) to be what one draw gives."""
@@ -89,6 +100,7 @@ class Draws(RowOrder):
 
     def __init__(self, weights: Weights, segments: int, draws: int, seed: int, key: tuple[int, ...]) -> None:
         super().__init__(segments, draws, drawn=Drawn(weights.table, int(key_of(seed, (*key, _WEIGHTS)))))
+        self._weights = weights  # while they live, nobody changes their table
 
 
 # the rule
@@ -110,6 +122,8 @@ class Weighting:
         #: None: annotations of one name weigh.
         self.function: PerSegmentCache[NDArray[np.float64]] | None = None
         self._values: LatestValues | None = None
+        self._tables = _Tables()
+        self._reserved: object = None  # for what there was room, and when names came or left last
         self._unknown = ""  # the name, while no row has an annotation of it, nor is one expected
         #: Missing values weigh as much as the heaviest; those of a function or column are an error.
         self._may_lack = False
@@ -174,11 +188,21 @@ class Weighting:
         """
         if self.reads_notes:
             self._notes.flush_or_warn()
+        with explaining(self._store.folder.path):
+            changed = self._store.folder.changed_ns(".", *FOLDERS, NOTES)
+        wanted = changed, rows, of_ranks, self.reads_notes
+        if changed is not None and self._reserved == wanted:
+            return  # the room that there was is there
         with self._store.locked(), suppress(CacheFullError):
             nbytes = _missing_bytes(self._store, rows, of_ranks=of_ranks)
-            self._store.require_room(nbytes)
             if self.reads_notes:
-                self._store.require_room(nbytes + self._notes.missing_bytes(rows))
+                with suppress(CacheFullError):
+                    self._store.require_room(nbytes + self._notes.missing_bytes(rows))
+                    self._reserved = wanted
+                    return
+            self._store.require_room(nbytes)
+            if not self.reads_notes:  # else leases that end make more room
+                self._reserved = wanted
 
     def of(self, snapshot: Snapshot) -> Weights:
         """Return the weights of the selected rows of a snapshot, all of whose segments are mapped.
@@ -187,32 +211,171 @@ class Weighting:
         Raises: ValueError: a weight below 0, infinite or, but of annotations, NaN; all are 0. TypeError: a
             function's result is no array of numbers. Whatever it raises.
         """
-        found: NDArray[np.floating[Any]]
+        tables, self._tables = self._tables, _Tables()  # what fails, and Ctrl-C, leaves none half changed
+        tables.see(snapshot)
+        weights: Weights | None = None
+        found: NDArray[np.floating[Any]] = np.empty(0)
         if self.function is not None:
-            found = np.concatenate(self.function.of(snapshot))
+            parts = self.function.of(snapshot)
+            if isinstance(self.function, StoredFunction):  # a Python function makes new ones
+                weights = tables.of_parts(parts)
+            if weights is None:
+                found = np.concatenate(parts)
         else:
             assert self._values is not None
             self._is_known()
             self._notes.flush_or_warn()
             rows = NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows)
             found = self._values.of(rows, self._notes.read(VALUES))
+            changes = self._values.changed
+            weights = None if changes is None else tables.changed(found, changes)
         selected = snapshot.selected
-        found = found.copy() if selected.are_all else selected.values_of(found)
-        weights = Weights(_scaled(found))
-        if self._may_lack and (bad := weights.table.bad) >= 0 and np.isnan(found[bad]):
-            heaviest = np.fmax.reduce(found, initial=0)
-            found[np.isnan(found)] = heaviest if 0 < heaviest < np.inf else 1
-            weights = Weights(_scaled(found))
+        if weights is None:
+            weights = tables.filled(_scaled(selected.values_of(found)), may_lack=self._may_lack)
         if (bad := weights.table.bad) >= 0:
-            row = row_at(snapshot, int(selected.ids(np.array([bad]))[0]))
+            number = int(selected.ids(np.array([bad]))[0])
             raise ValueError(
-                f"row {row} has the weight {found[bad]}: a weight is a finite number, at least 0"
+                f"row {row_at(snapshot, number)} has the weight {found[number]}: a weight is a finite "
+                "number, at least 0"
             )
         if not weights.table.total:
             raise ValueError(
-                f"{format_count(len(found), 'row')}, and none weighs more than 0: give some more, to be drawn"
+                f"{format_count(len(weights.of_rows), 'row')}, and none weighs more than 0: give some more, "
+                "to be drawn"
             )
+        self._tables = tables
         return weights
+
+
+class _Table:
+    """A table of weights that epochs have in turn."""
+
+    def __init__(self, sums: WeightSums) -> None:
+        self.sums = sums
+        #: The rows of the snapshot that have another weight by now. None: any may have.
+        self.behind: list[NDArray[np.int64]] | None = []
+        self._user: Callable[[], Weights | None] = lambda: None
+
+    def fall_behind(self, rows: Sequence[NDArray[np.int64]] | None, most: int) -> None:
+        """Note that rows have another weight by now. None, or more than the most: any may have."""
+        self.behind = None if rows is None or self.behind is None else [*self.behind, *rows]
+        if self.behind is not None and sum(map(len, self.behind)) > most:
+            self.behind = None
+
+    @property
+    def is_free(self) -> bool:
+        """True if it may be changed: nobody has weights of it any more."""
+        return self._user() is None
+
+    def lent(self) -> Weights:
+        """Its weights, up to date. They stay as they are while they live."""
+        self.behind = []
+        weights = self._user()
+        if weights is None:
+            weights = Weights(self.sums.weights, self.sums)
+            self._user = weakref.ref(weights)
+        return weights
+
+
+class _Tables:
+    """The tables of a loader's epochs, the last one's at the end.
+
+    An epoch has the weights of the one before it, if nothing has changed; else a table that no epoch has any
+    more, where only those rows are changed that have other weights now. Memory: 4.5 bytes a row for each
+    epoch of other weights whose batches are not all delivered, and once more.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[_Table] = []
+        self._selected, self._seqs, self._bitmaps = Selected(_NO_SEQS, _NO_SEQS), _NO_SEQS, ALL
+        self._parts: Sequence[object] = ()
+        self._missing = math.nan  # the weight of rows without a value. NaN: each has one
+        self._heaviest: tuple[int, float] = -1, 0.0  # a row that has the largest value, -1 for none
+
+    def see(self, snapshot: Snapshot) -> None:
+        """Look whether the rows are those of the last snapshot. If not, all weights are other ones."""
+        if not np.array_equal(snapshot.seqs, self._seqs) or snapshot.bitmaps != self._bitmaps:
+            self._selected, self._seqs, self._bitmaps = snapshot.selected, snapshot.seqs, snapshot.bitmaps
+            self._tables, self._parts = [], ()
+
+    def of_parts(self, parts: Sequence[object]) -> Weights | None:
+        """The last weights, if they were made of these objects, which do not change; else None."""
+        are_same = bool(self._tables) and len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+        self._parts = parts
+        return self._tables[-1].lent() if are_same else None
+
+    def changed(
+        self, found: NDArray[np.floating[Any]], changes: Sequence[NDArray[np.int64]]
+    ) -> Weights | None:
+        """The weights, if they are the last ones but for a few rows; else None.
+
+        Args:
+            found: (rows,) of all rows of the snapshot. NaN means that a row has none.
+            changes: the rows whose value has changed since the last call.
+        """
+        if not self._tables:
+            return None
+        if not changes:
+            return self._tables[-1].lent()
+        most = self._selected.size // _MIN_ROWS_A_CHANGE
+        is_small = sum(map(len, changes)) <= most and not self._changes_missing(found, changes)
+        for each in self._tables:
+            each.fall_behind(changes if is_small else None, most)
+        table = self._free()
+        if table is None or table.behind is None:
+            return None
+        rows, numbers = self._chosen(table.behind)
+        table.sums.change(numbers, found[rows].astype(np.float32, copy=False), self._missing)
+        return self._lent(table)
+
+    def filled(self, found: NDArray[np.float32], *, may_lack: bool) -> Weights:
+        """The weights of the selected rows.
+
+        Args:
+            found: (rows,) of the selected rows.
+            may_lack: a row that has NaN there weighs as much as the heaviest.
+        """
+        self._missing = math.nan
+        table = self._fill(self._free(), found)
+        if may_lack and (bad := table.sums.bad) >= 0 and np.isnan(found[bad]):
+            heaviest = float(np.fmax.reduce(found, initial=0))
+            self._heaviest = int((found == heaviest).argmax()) if heaviest else -1, heaviest
+            self._missing = heaviest if 0 < heaviest < np.inf else 1.0
+            table = self._fill(table, found)
+        return self._lent(table)
+
+    def _fill(self, table: _Table | None, found: NDArray[np.float32]) -> _Table:
+        if table is None:
+            return _Table(WeightSums(np.empty(len(found), np.float32), found, self._missing))
+        table.sums.fill(found, self._missing)
+        return table
+
+    def _chosen(self, some: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows that are selected, and their numbers among the selected rows; both ascend."""
+        rows = np.sort(np.concatenate(some))
+        numbers, is_selected = self._selected.numbers(rows)
+        return rows[is_selected], numbers
+
+    def _changes_missing(
+        self, found: NDArray[np.floating[Any]], changes: Sequence[NDArray[np.int64]]
+    ) -> bool:
+        """True if new values of some rows may change the weight of rows without one."""
+        rows, numbers = self._chosen(changes)
+        new = found[rows]
+        if np.isnan(self._missing):
+            return bool(np.isnan(new).any())
+        row, heaviest = self._heaviest
+        return bool((new > heaviest).any() or (new[numbers == row] != heaviest).any())
+
+    def _free(self) -> _Table | None:
+        free = (each for each in self._tables if each.is_free)
+        return max(free, key=lambda each: each.behind is not None, default=None)
+
+    def _lent(self, table: _Table) -> Weights:
+        others = [each for each in self._tables if each is not table]
+        free = [each for each in others if each.is_free][-1:]
+        self._tables = [*free, *(each for each in others if not each.is_free), table]
+        return table.lent()
 
 
 def _scaled(found: NDArray[np.floating[Any]]) -> NDArray[np.float32]:

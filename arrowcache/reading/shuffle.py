@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.native.order import KEYS, Drawn, Pass, Runs, Stage
 
-ORDER_VERSION = 2  # raised where plans give another order
+ORDER_VERSION = 3  # raised where plans give another order
 _ORDER_KEY = 0x6F72646572  # keeps our streams apart from a user's default_rng(seed)
 
 

@@ -174,8 +174,9 @@ class BatchStream(BatchSource):
             if begun.is_in_parts:
                 begun.advance()
         self._wanted = self._assembly.wanted()
-        if self._left + self.under_way + len(self.ready) <= self._ahead_steps:
-            self._look_ahead(self._slices)
+        is_late = self._left + self.under_way + len(self.ready) <= self._ahead_steps
+        if is_late and not self._look_ahead(self._slices):
+            self._ahead_steps = 0  # all is done: ready batches need no look between them
         while not self.exhausted and self.under_way + len(self.ready) < self._wanted:
             try:
                 group = self._next_group()
@@ -210,10 +211,11 @@ class BatchStream(BatchSource):
         finally:
             self._meter.leave({"gather": time.perf_counter() - started})
 
-    def _look_ahead(self, slices: Iterator[None]) -> None:
-        """Do a part of what the next epoch needs."""
+    def _look_ahead(self, slices: Iterator[None]) -> bool:
+        """Do a part of what the next epoch needs. Returns: False: it was all done before, or failed."""
         with suppress(Exception), self._meter.stage("start"):  # the next epoch raises it as it begins
-            next(slices, None)
+            return next(slices, self) is not self
+        return False
 
     def _take_oldest(self, seconds: float) -> bool:
         """Wait for the batches of the oldest group. Returns: False: they were not ready in time."""

@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ _RESERVE_ATTEMPTS = 10
 _DAMAGED = ".damaged"  # behind the name of a file of notes
 _MAX_WEIGHTS_BYTES = 1 << 40
 _MAX_RANKS_BYTES = 64 << 20
+_SETTLING_NS = 2_500_000_000  # some file systems tell whole seconds, FAT two
 _MAX_SETTINGS_BYTES = 16 << 20  # what is cut off there is damage: its checksum, or its JSON, ends too soon
 
 
@@ -166,7 +168,7 @@ class Folder:
         linux.fill_standard_streams()  # no file of a cache becomes anybody's stderr
         self.path = path
         self.segments = path / layout.SEGMENTS
-        self._segments = os.fspath(self.segments)  # a Path costs as much as a stat
+        self._path, self._segments = map(os.fspath, (path, self.segments))  # a Path costs as much as a stat
         self.incoming = path / layout.INCOMING
         self.quarantine = path / layout.QUARANTINE
         self.ranks = path / layout.RANKS
@@ -391,7 +393,7 @@ class Folder:
 
         `foreign` are the names in segments/ that are no segment's.
         """
-        folders = [self.path, *(self.path / name for name in layout.FOLDERS)]
+        folders = [self._path, *(f"{self._path}/{name}" for name in layout.FOLDERS)]
         total = sum(os.stat(folder).st_blocks * _BLOCK for folder in folders)
         total += sum(allocated for _, allocated, _ in _files(self.path))
         for name in (layout.QUARANTINE, layout.RANKS, layout.POOLS):
@@ -600,6 +602,19 @@ class Folder:
 
     # notes on rows
 
+    def changed_ns(self, *folders: str) -> tuple[int, ...] | None:
+        """The time of each of these folders, of which a later change of its names makes another one.
+
+        Returns: nanoseconds; None: a name came or left just now, and the next one may have the same time.
+        """
+        times, now = [], time.time_ns()
+        for name in folders:
+            try:
+                times.append(os.stat(f"{self._path}/{name}").st_mtime_ns)
+            except FileNotFoundError:  # before the first note
+                times.append(0)
+        return None if max(times) > now - _SETTLING_NS else tuple(times)
+
     def note_files(self) -> list[layout.NoteFile]:
         """Files of notes, those of the lowest numbers first; of the same first number the longest."""
         found = [file for name in self._in_notes() if (file := layout.NoteFile.parse(name))]
@@ -607,7 +622,7 @@ class Folder:
 
     def note_bytes(self, file: layout.NoteFile) -> int:
         """The length of a file of notes. Raises: FileNotFoundError: as `read_note`."""
-        return os.stat(self.notes / file.name).st_size
+        return os.stat(f"{self._path}/{layout.NOTES}/{file.name}").st_size
 
     def read_note(self, file: layout.NoteFile) -> bytes:
         """The bytes of a file of notes. Raises: FileNotFoundError: it was merged into another, or is gone."""

@@ -44,6 +44,7 @@ import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import xxhash
 
@@ -156,6 +157,7 @@ class NoteFile:
         return self != other and other.first <= self.first and self.last <= other.last
 
     @classmethod
+    @lru_cache(maxsize=1024)  # few names are there, and each listing asks for them
     def parse(cls, name: str) -> NoteFile | None:
         """The file of a name. None if it is no such name."""
         match = _NOTE.fullmatch(name)

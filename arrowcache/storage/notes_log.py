@@ -44,7 +44,7 @@ from arrowcache.errors import (
 )
 from arrowcache.lifetimes import at_exit, at_worker_exit, call_all, forgets_in_child, unforked
 from arrowcache.os_errors import explaining, start
-from arrowcache.storage.layout import MAX_NOTE_BYTES, NoteFile
+from arrowcache.storage.layout import MAX_NOTE_BYTES, NOTES, NoteFile
 from arrowcache.storage.locks import file_identity
 from arrowcache.storage.row_ids import NumberedRows
 from arrowcache.storage.row_notes import (
@@ -85,6 +85,7 @@ class NotesLog:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[NoteFile, NoteLines] = {}  # content of files; replaced as a whole
+        self._last_listed: tuple[object, list[NoteFile]] = None, []  # and when a name came or left last
         self._loss: str | None = None  # the first loss of values; "" once it was warned of
         self._logged = -math.inf  # the last time that a loss was logged
         self.forget_in_child()
@@ -442,9 +443,18 @@ class NotesLog:
     def _listed(self, kind: str) -> list[NoteFile]:
         """The files of a kind, in order, without those whose numbers another one has, too."""
         files: list[NoteFile] = []
-        for file in self._store.folder.note_files():
+        for file in self._all_files():
             if file.kind == kind and not (files and file.last <= files[-1].last):
                 files.append(file)
+        return files
+
+    def _all_files(self) -> list[NoteFile]:
+        """All files, as of `Folder.note_files`. They are listed anew if a name may have come or left."""
+        folder, (known, files) = self._store.folder, self._last_listed
+        changed = folder.changed_ns(NOTES)
+        if changed is None or changed != known:
+            files = folder.note_files()
+            self._last_listed = changed, files
         return files
 
     def _lines(self, file: NoteFile) -> NoteLines:

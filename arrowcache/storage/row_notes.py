@@ -298,6 +298,8 @@ class LatestValues:
             np.empty(0, self._dtype),
             frozenset(),
         )
+        #: Rows (n,) that the last call gave other values than the one before it. None: any may have.
+        self.changed: list[NDArray[np.int64]] | None = None
 
     def of(self, rows: NumberedRows, files: Mapping[NoteFile, NoteLines]) -> NDArray[np.floating[Any]]:
         """The value of each row, (rows,), NaN for none. The next call writes to this array.
@@ -306,7 +308,8 @@ class LatestValues:
             files: all files of values, in order.
         """
         values, first_new = self._kept(rows)
-        _, _, known_files = self._known
+        changed: list[NDArray[np.int64]] = []
+        _, before, known_files = self._known
         firsts, lasts = ({getattr(file, name) for file in known_files} for name in ("first", "last"))
         for file, lines in files.items():
             is_known = file.first in firsts and file.last in lasts  # or was merged of known ones
@@ -315,6 +318,8 @@ class LatestValues:
                 for statements in lines.since(since).statements(rows, VALUE, text=self._name):
                     with np.errstate(over="ignore"):
                         values[statements.rows] = statements.values
+                    changed.append(statements.rows)
+        self.changed = changed if values is before else None
         self._known = rows, values, frozenset(files)  # at once: Ctrl-C leaves what was known before
         return values
 

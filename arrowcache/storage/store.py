@@ -649,6 +649,8 @@ class Store:
         """
         limit, listed = capacity_bytes - needed_bytes, self.segments()
         excess = self.allocated_bytes(listed) - limit
+        if excess <= 0:
+            return []
         evictable = self._evictable_bytes(listed) + self.folder.quarantined_bytes()
         if what and excess > evictable:
             raise CacheFullError(

@@ -178,7 +178,9 @@ import numpy as np
 from arrowcache.native.order import WeightSums
 from arrowcache.native.order import KEYS, Drawn, Pass, Stage
 print(Pass(1000, Stage(np.array([0, 1000]), np.arange(KEYS, dtype=np.uint64)))(0, 1000))
-print(Pass(1000, drawn=Drawn(WeightSums(np.ones(1003, np.float32)), 0))(0, 1000))
+table = WeightSums(np.ones(1003, np.float32))
+table.change(np.array([0, 5, 1002]), np.full(3, 2, np.float32))
+print(Pass(1000, drawn=Drawn(table, 0))(0, 1000))
 """
 
 

@@ -99,6 +99,58 @@ def test_new_weights_hold_from_the_next_epoch_on(cache):
         assert {*ids_of(loader)} == {7, 9, *range(160, 176)}
 
 
+@pytest.mark.parametrize("excludes", [False, True])
+def test_weights_that_are_changed_are_as_weights_that_are_made_anew(tmp_path, excludes):
+    cache = make_cache(tmp_path / "long", capacity="32MiB")
+    publish(cache, 200)
+    rng = np.random.default_rng(0)
+    if excludes:
+        cache.exclude([(seq, 5) for seq in range(0, 200, 3)])
+    options = {"weights": "loss", "expect": "loss", "epoch_rows": 200, "columns": ["id"]}
+    with Loader(cache, 20, **options) as loader:
+        for epoch in range(20):
+            drawn = ids_of(loader)
+            with Loader(cache, 20, **options) as other:
+                other.load_state_dict(loader.state_dict() | {"epoch": epoch})
+                assert ids_of(other) == drawn
+            rows = [(int(rng.integers(200)), int(rng.integers(16))) for _ in range(int(rng.integers(12)))]
+            match epoch:
+                case 6:
+                    cache.annotate([(seq, row) for seq in range(199) for row in range(16)], loss=1.0)
+                case 12:
+                    publish(cache, 1)
+                case 16:
+                    cache.exclude("9:9")
+                case _ if rows:
+                    lacks = rng.random(len(rows)) < 0.2
+                    cache.annotate(rows, loss=np.where(lacks, np.nan, rng.random(len(rows))))
+
+
+def test_weights_stay_as_they_are_while_somebody_has_them(cache):
+    ids = [(seq, row) for seq in range(10) for row in range(16)]
+    cache.annotate(ids, loss=1.0)
+    weighting, kept = Weighting(cache.store, "loss"), []
+    for row in range(6):
+        with cache.snapshot() as snapshot:
+            kept.append(weighting.of(snapshot))
+            assert weighting.of(snapshot) is kept[-1], "nothing has changed"
+        cache.annotate([(0, row)], loss=2.0)
+        if row == 3:
+            del kept[1]
+    assert [int((each.of_rows == 2).sum()) for each in kept] == [0, 2, 3, 4, 5]
+    assert [each.table.total for each in kept] == [160, 162, 163, 164, 165]
+
+
+def test_a_column_is_weighed_once(cache):
+    weighting = Weighting(cache.store, "id")
+    with cache.snapshot() as snapshot:
+        weights = weighting.of(snapshot)
+        assert weighting.of(snapshot) is weights
+    publish(cache, 1)
+    with cache.snapshot() as snapshot:
+        assert len(weighting.of(snapshot).of_rows) == 176
+
+
 def test_weights_are_of_selected_rows(cache):
     cache.exclude("0:5")
     counts = drawn(cache, weights="id", rows=lambda columns: columns["id"] % 5 == 0)
@@ -359,6 +411,20 @@ def full(tmp_path):
         while not cache.stats().evicted_rows:
             writer.extend({"id": np.arange(1, 10001, dtype=np.int32), "y": np.zeros((10000, 96), np.uint8)})
     return cache
+
+
+def test_room_for_weights_is_made_anew_once_something_took_it(full):
+    weighting, rows = Weighting(full.store, "id"), full.stats().rows
+    for is_taken in (False, False, True):
+        if is_taken:
+            (full.path / "notes").mkdir(exist_ok=True)
+            (full.path / "notes" / "mine").write_bytes(bytes(1 << 19))
+        else:
+            for folder in [full.path, *(each for each in full.path.iterdir() if each.is_dir())]:
+                os.utime(folder, (10, 10))  # nothing has changed for long
+        weighting.reserve(rows, of_ranks=False)
+        stats = full.stats()
+        assert stats.capacity_bytes - stats.allocated_bytes >= 4 * rows
 
 
 @pytest.mark.parametrize("weights", ["id", lambda columns: columns["id"]], ids=["column", "function"])

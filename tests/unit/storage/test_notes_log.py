@@ -801,3 +801,16 @@ def test_what_a_sample_says_stays_as_it_is(cache):
     with cache.snapshot() as snapshot:
         found = snapshot.gather(np.arange(64))
     assert np.array_equal(found["image"], np.stack([sample(number)["image"] for number in range(64)]))
+
+
+def test_notes_of_another_process_are_seen_where_none_came_for_long(cache):
+    here, there = NotesLog(cache.store), NotesLog(ac.Cache.open(cache.path).store)
+    for number in range(3):
+        there.annotate(np.array([(0, number)]), {"loss": np.ones(1)})
+        there.flush()
+        assert here.names() == ["loss"]
+        os.utime(cache.path / "notes", (10 + number, 10 + number))
+        rows = NumberedRows.of(cache.store.segments())
+        for _ in range(2):
+            assert np.flatnonzero(here.values(rows, "loss") == 1).tolist() == [*range(number + 1)]
+    there.flush()

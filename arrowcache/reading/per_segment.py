@@ -61,6 +61,9 @@ class PerSegmentCache(ABC, Generic[T]):
     #: True if values are made of annotations. None: that is known once a value was made.
     reads_notes: bool | None = False
 
+    #: True if the same rows have the same values at any time, in any process.
+    is_repeatable = True
+
     def __init__(self) -> None:
         self._known: dict[int, T] = {}
 
@@ -209,7 +212,7 @@ class StoredFunction(PerSegmentCache[T]):
         self._columns = [name for name in names if name in schema]
         self._ids = [name for name in names if name not in schema and name in RESERVED_NAMES]
         self._noted = [name for name in names if name not in schema and name not in RESERVED_NAMES]
-        self.reads_notes = bool(self._noted)
+        self.reads_notes, self.is_repeatable = bool(self._noted), _AGE not in self._ids
         self._version: object = None  # of the annotations
 
     @classmethod
@@ -296,6 +299,7 @@ class PythonFunction(PerSegmentCache[T]):
     """
 
     reads_notes: bool | None = None
+    is_repeatable = False
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Row weights: how often an epoch draws each row: `weights=` of a loader.
 
-`Weighting` makes the weights as an epoch begins, which are frozen then. Of annotations a row without one
+`Weighting` makes the weights as an epoch begins, which are fixed then. Of annotations a row without one
 weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience Replay" (Schaul,
 Quan, Antonoglou and Silver, ICLR 2016).
 
@@ -12,6 +12,7 @@ a file in `notes/`. It is written when it is needed: as the state of an epoch un
 rank begins an epoch for others. Files of ranks stay as long as their file in `ranks/` is held. Of states
 those of the last few stay: as many as an eighth of the capacity has room for, fewer where leased segments
 leave none, and at least one. An epoch has room for one made before it leases all segments that might leave.
+Of a frozen cache there is no file: a loader with the same weights= makes them again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.expression import is_expression
 from arrowcache.arrow.schema import Schema, Tensor
-from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError, warn
+from arrowcache.errors import CacheFormatError, CacheFrozenError, CacheFullError, MissingSegmentsError, warn
 from arrowcache.lifetimes import cached_property
 from arrowcache.native.order import Drawn, WeightSums
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction, row_at
@@ -174,7 +175,7 @@ class Weighting:
         """
         if self.reads_notes:
             self._notes.flush_or_warn()
-        with self._store.locked(), suppress(CacheFullError):
+        with suppress(CacheFrozenError), self._store.locked(), suppress(CacheFullError):
             nbytes = _missing_bytes(self._store, rows, of_ranks=of_ranks)
             self._store.require_room(nbytes)
             if self.reads_notes:

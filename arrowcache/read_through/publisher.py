@@ -119,8 +119,8 @@ class Publisher:
 
     @property
     def can_store(self) -> bool:
-        """False while the cache is full, or cannot be written to."""
-        if self._is_closed or self._backoff.why:
+        """False while the cache is full, or frozen, or cannot be written to."""
+        if self._is_closed or self._backoff.why or self._store.is_frozen:
             return False
         try:
             self._may_be_full = self._may_be_full and not self._store.has_room()

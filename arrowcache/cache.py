@@ -324,8 +324,7 @@ class Cache(Shown, Closable):
         Warns: RuntimeWarning: of that. As an error it leaves the cache frozen.
         Raises: PermissionError, OSError: this user may not change it, or the file system is read-only.
         """
-        with explaining(self.path):
-            recovery.thaw(self.store)
+        recovery.thaw(self.store)
 
     @property
     def pace(self) -> Pace | None:

@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
+from arrowcache.errors import (
+    ArrowCacheError,
+    CacheFrozenError,
+    CorruptSegmentError,
+    MissingSegmentsError,
+    warn,
+)
 from arrowcache.lifetimes import Origin, at_exit, call_all
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
@@ -300,7 +306,7 @@ class Epoch(EpochProgress):
         """Set what it reads, and count its rows as served."""
         if self._available_rows.is_paced:
             rows = round(order.rows_of(range(order.steps)) * self._share)
-            with self._available_rows.store.locked():
+            with suppress(CacheFrozenError), self._available_rows.store.locked():
                 self._available_rows.store.usage.add_served(rows)
                 self._rows = rows
         if plan.weights is not None:
@@ -319,7 +325,7 @@ class Epoch(EpochProgress):
         if not available_rows.is_paced:
             return True
         seqs, passes = snapshot.seqs, available_rows.passes_of(snapshot.selected.size)
-        with store.locked():
+        with suppress(CacheFrozenError), store.locked():  # frozen just now, it counts no more
             if most is not None and (store.usage.served(seqs) >= most).any():
                 return False
             store.usage.count_epoch(seqs, passes)

@@ -26,6 +26,9 @@ Guarantees:
 
 A rank that begins an epoch only after all others closed their loaders finds no file, and reads the
 segments published by then.
+
+Of a frozen cache nothing is agreed on: its ranks, on any number of nodes, read all that is there, in an order
+that their arguments decide.
 """
 
 from __future__ import annotations

@@ -224,23 +224,25 @@ def freeze(store: Store) -> None:
 
 
 def thaw(store: Store) -> None:
-    """Thaw a cache: see `Cache.thaw`."""
+    """Thaw a cache: see `Cache.thaw`. One that failed, or was done elsewhere, is completed."""
     folder = store.folder
-    store.refresh_settings()
-    if not store.is_frozen:
-        return
-    require_access(store)
-    warn(
-        f"{folder.path} may change from now on: whoever reads it, here or on other machines, finds that out "
-        "at the begin of the next epoch, and nothing keeps the rows until then"
-    )  # before it does: as an error it changes nothing
     with explaining(folder.path):
+        found = folder.read_settings(store.settings)
+        if found.frozen is None and not store.is_frozen:
+            return
+        require_access(store)
+        if found.frozen is not None:
+            warn(
+                f"{folder.path} may change from now on: whoever reads it, here or on other machines, finds "
+                "that out at the begin of the next epoch, and nothing keeps the rows until then"
+            )  # before it does: as an error it changes nothing
         folder.complete()
         require_working_locks(folder)
         with held(folder.cache_lock, LOCK_TIMEOUT_SECONDS):
-            settings = replace(folder.read_settings(store.settings), frozen=None)
-            folder.write_settings(settings)
-        store.settings = settings
+            found = folder.read_settings(store.settings)
+            if found.frozen is not None:
+                folder.write_settings(replace(found, frozen=None))
+        store.settings = replace(store.settings, frozen=None)
         recover(store)
 
 

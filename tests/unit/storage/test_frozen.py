@@ -18,6 +18,7 @@ from processes import Child
 
 import arrowcache as ac
 from arrowcache.explore.exchange import ParquetImport, export_parquet
+from arrowcache.explore.observation import observe
 from arrowcache.storage.claims import MERGING, the_only_one
 from arrowcache.storage.layout import LockRecord
 from arrowcache.storage.recovery import create_store, open_store
@@ -245,6 +246,7 @@ def test_a_copy_needs_no_lock_files_and_no_empty_folders(cache, tmp_path):
     other = ac.Cache.open(copy)
     assert other.stats().rows == 160
     assert other.verify(repair=False) == []
+    assert observe(other).stats.segments == 10
     with ac.Loader(other, 16, columns=["id"]) as there, ac.Loader(cache, 16, columns=["id"]) as here:
         for mine, its in zip(here, there, strict=True):
             assert np.array_equal(mine["id"], its["id"])

@@ -306,7 +306,8 @@ class Cache(Shown, Closable):
         loader's state fits each copy; with a Python function as `rows` or `weights` there is no state, since
         it cannot be repeated elsewhere.
 
-        Blocks: until all of the cache is on the disk.
+        Blocks: until all of the cache is on the disk. Segments that a restart of the machine may have damaged
+            are checked first, and quarantined if they are.
         Raises: CacheFrozenError: somebody writes, merges, annotates, or reads an epoch by weights or one that
             ranks have agreed on: it names who. LockTimeoutError, OSError: as of a publish.
         """

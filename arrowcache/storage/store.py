@@ -149,7 +149,7 @@ class Store:
         self.folder = folder
         self.settings = settings
         self.check_bytes = check_bytes
-        self.usage = Usage(folder, lambda: self.is_frozen)
+        self._usages = Usage(folder), Usage(folder, is_frozen=True)
         self._listing = _Listing([], {}, [])  # replaced as a whole
 
     @property
@@ -164,6 +164,11 @@ class Store:
             return file_identity(os.stat(self.folder.segments)), self.settings.frozen.id
         status = os.stat(self.folder.lease_lock)  # never written to: its time tells reused inodes apart
         return file_identity(status), status.st_mtime_ns
+
+    @property
+    def usage(self) -> Usage:
+        """The counts and signs of the cache."""
+        return self._usages[self.is_frozen]
 
     @property
     def is_frozen(self) -> bool:
@@ -220,7 +225,7 @@ class Store:
         self.require_thawed()
         sign = self.usage.show_noting() if of_notes else self.usage.show_writing()
         try:
-            with suppress(FileNotFoundError, CacheFormatError):  # there is no cache now: a publish says so
+            with suppress(OSError, CacheFormatError):  # there is no cache now: a publish says so
                 self.refresh_settings()
             self.require_thawed()
         except BaseException:

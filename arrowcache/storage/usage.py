@@ -46,7 +46,7 @@ _PAGE_COUNTS = 4096 // _COUNT.itemsize
 class Usage:
     """The counts of one cache. What changes them is called with cache.lock held."""
 
-    def __init__(self, folder: Folder, is_frozen: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, folder: Folder, *, is_frozen: bool = False) -> None:
         self._folder, self._is_frozen = folder, is_frozen
 
     def record(self) -> UsageRecord:
@@ -180,13 +180,13 @@ class Usage:
 
     def _show(self, sign: int) -> ExitStack:
         shown = ExitStack()
-        if not self._is_frozen():
+        if not self._is_frozen:
             with suppress(OSError):
                 shown.enter_context(LockFile(self._folder.usage)).try_range(sign, 1, exclusive=False)
         return shown
 
     def _is_shown(self, sign: int) -> bool:
-        if self._is_frozen():
+        if self._is_frozen:
             return False
         with LockFile(self._folder.usage) as file:
             return file.conflict(sign, 1) is not None

@@ -15,7 +15,7 @@ from helpers import DEADLINE_SECONDS
 from processes import private_mounts
 
 _READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
-_TO_WRITE = re.compile(r"O_(RDWR|WRONLY|CREAT|TRUNC|APPEND)")
+_TO_WRITE = re.compile(r"O_(RDWR|WR|CREAT|TRUNC|APPEND)")
 _WRITES = re.compile(
     r"(p?write(v2?|64)?|pwritev2?|ftruncate|truncate|fallocate|f(data)?sync|sync_file_range|rename(at2?)?"
     r"|unlink(at)?|rmdir|mkdir(at)?|(f|l)?chown(at)?|fchownat|f?chmod(at)?|fchmodat2?|utimensat|(sym)?link(at)?"

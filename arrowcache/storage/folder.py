@@ -269,6 +269,8 @@ class Folder:
             text = _read(self.path / layout.CACHE_JSON, _MAX_SETTINGS_BYTES).decode()
         except FileNotFoundError:
             if not self.path.exists():
+                if known is not None:
+                    raise  # it is gone: `explaining` says so
                 raise FileNotFoundError(
                     errno.ENOENT, "no cache here: make one with arrowcache.Cache.create", str(self.path)
                 ) from None

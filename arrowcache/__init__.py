@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from arrowcache.errors import (
         ArrowCacheError,
         CacheFormatError,
+        CacheFrozenError,
         CacheFullError,
         CorruptSegmentError,
         LoaderTimeoutError,
@@ -131,6 +132,7 @@ __all__ = [
     "Binary",
     "Cache",
     "CacheFormatError",
+    "CacheFrozenError",
     "CacheFullError",
     "CacheStats",
     "CorruptSegmentError",

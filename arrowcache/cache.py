@@ -19,7 +19,7 @@ from arrowcache.lifetimes import Closable
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining, importing
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage import verification
+from arrowcache.storage import recovery, verification
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.notes_log import MARKS, NotesLog
 from arrowcache.storage.overview import CacheStats, Looks, overview
@@ -118,8 +118,9 @@ class Cache(Shown, Closable):
         Args:
             path: its folder.
             check: checks of a segment when it is first mapped: "structure", or "bytes" too.
-        Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, or a newer format: nothing was
-            touched. PermissionError: this user may not read and write all of it.
+        Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, a newer format, or an incomplete
+            copy of a frozen cache: nothing was touched. PermissionError: this user may not read and write all
+            of it, or not read a frozen one.
         """
         return cls(open_store(Path(path).absolute(), check=check))
 
@@ -176,6 +177,7 @@ class Cache(Shown, Closable):
 
         Blocks: reads the whole cache; no other process waits for it.
         Returns: the problems, empty if there are none. Damaged segments are quarantined if `repair`.
+        Raises: CacheFrozenError: `repair`, of a frozen cache.
         """
         return verification.verify(self.store, repair=repair)
 
@@ -288,6 +290,42 @@ class Cache(Shown, Closable):
             leased segments do not fit. Nothing is changed then.
         """
         self.store.resize(parse_bytes(capacity, "capacity"))
+
+    def freeze(self) -> None:
+        """Have nothing of this cache change any more, so that it can be read anywhere. Idempotent.
+
+        A cache that is finished can then be read on a read-only or a network file system, as a copy, by other
+        users with the right to read it (`chmod -R a+rX`), and by any number of machines at once: readers take
+        no lock, and write nothing there. Segments and notes are frozen: a writer, a pool, `evict`, `resize`,
+        `set_pace`, `exclude`, `include`, `tag`, `untag`, `annotate`, an import and `verify(repair=True)`
+        raise CacheFrozenError, until `thaw`. Headroom and pace do not apply, and no epoch waits for rows.
+
+        The order of an epoch depends on the cache, a loader's arguments, its seed, epoch and rank, and on
+        nothing else. So ranks on any number of nodes need no `run_id`: nothing is agreed on, and nothing
+        checks that all give the same arguments. A damaged segment raises CorruptSegmentError, and stays. A
+        loader's state fits each copy; with a Python function as `rows` or `weights` there is no state, since
+        it cannot be repeated elsewhere.
+
+        Blocks: until all of the cache is on the disk. Segments that a restart of the machine may have damaged
+            are checked first, and quarantined if they are.
+        Raises: CacheFrozenError: somebody writes, merges, annotates, or reads an epoch by weights or one that
+            ranks have agreed on: it names who. LockTimeoutError, OSError: as of a publish.
+        """
+        if self.store.settings.dataset is None and not self.store.is_frozen:
+            self._notes.flush()
+        with explaining(self.path):
+            recovery.freeze(self.store)
+
+    def thaw(self) -> None:
+        """Have a frozen cache change again, for users of this machine. Idempotent.
+
+        Readers of the frozen cache hold no lease: their rows may be evicted under them. They compare at the
+        begin of each epoch, and end with a CacheFormatError: it is to be opened anew. Copies stay frozen.
+
+        Warns: RuntimeWarning: of that. As an error it leaves the cache frozen.
+        Raises: PermissionError, OSError: this user may not change it, or the file system is read-only.
+        """
+        recovery.thaw(self.store)
 
     @property
     def pace(self) -> Pace | None:

@@ -4,6 +4,7 @@
     ├── SchemaError           fix the sample or the schema
     ├── CacheFullError        make room: raise capacity or headroom, wait, release leases
     ├── CacheFormatError      another folder, or a newer arrowcache
+    ├── CacheFrozenError      write elsewhere, or thaw the cache; or freeze it once nobody writes
     ├── CorruptSegmentError   go on without that segment: it is quarantined
     ├── SamplerError          fix the sampler: its traceback is in the message
     ├── MissingSegmentsError  resume with missing="skip", or begin anew (also a LookupError)
@@ -44,6 +45,10 @@ class CacheFullError(ArrowCacheError):
 
 class CacheFormatError(ArrowCacheError):
     """A folder is not a cache, or has a format that this version does not know."""
+
+
+class CacheFrozenError(ArrowCacheError):
+    """A frozen cache does not change, or one that is being changed cannot be frozen."""
 
 
 class CorruptSegmentError(ArrowCacheError):

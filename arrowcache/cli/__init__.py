@@ -25,7 +25,8 @@ _APART = r"(?<![\w/.'\"=-])"  # no part of a path, of a name or of a text in quo
 _SHELL = (
     (r"\b(arrowcache\.)?Cache\.create\b(\(\))?", "arrowcache create"),
     (r": raise capacity to ", ": raise --capacity to "),
-    (r"\bcache\.(resize|evict|verify)\(\)", r"arrowcache \1"),
+    (r"\bcache\.(resize|evict|verify|thaw)\(\)", r"arrowcache \1"),
+    (r"\bcache\.verify\(repair=False\)", "arrowcache verify --report-only"),
     (r"with cache\.set_pace\(\)", "in Python"),
     (r",? or pass on_full='wait'", ""),
     (r"; cache\.tag\(ids, '.*'\) gives it to rows, and a Loader takes .* expect='.*'", ""),

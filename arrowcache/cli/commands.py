@@ -267,6 +267,25 @@ def resize(
     _report(opened.store, {"evicted": _row(_sum(opened.store.resize(wanted)))}, json)
 
 
+@app.command()
+def freeze(cache: CachePath, json: AsJson = False) -> None:
+    """Have nothing of a cache change any more, so that it can be read anywhere: read-only, copied, shared.
+
+    Refused while somebody writes. `arrowcache thaw` ends it.
+    """
+    opened = ac.Cache.open(cache)
+    opened.freeze()
+    _report(opened.store, {}, json)
+
+
+@app.command()
+def thaw(cache: CachePath, json: AsJson = False) -> None:
+    """Have a frozen cache change again, once nobody reads it elsewhere; copies stay frozen."""
+    opened = ac.Cache.open(cache)
+    opened.thaw()
+    _report(opened.store, {}, json)
+
+
 def _sum(segments: Sequence[SegmentInfo]) -> Imported:
     total = Imported()
     for segment in segments:
@@ -502,6 +521,7 @@ def info(cache: CachePath, json: AsJson = False) -> None:
             "segment_bytes": settings.segment_bytes,
             "full_rows": settings.full_rows,
             **settings.options,
+            "frozen": None if settings.frozen is None else settings.frozen.id,
             "row_bytes": row_bytes,
             "oldest_published": seen.segments[0].published if seen.segments else None,
             "newest_published": seen.segments[-1].published if seen.segments else None,

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import duckdb
 import mosaic_widget
@@ -82,7 +82,6 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     slice = traitlets.Dict().tag(sync=True)  # one slice of one of its columns
 
     con: Any = None  # until there is one
-    _mark: IO[bytes] | None = None  # a file of the cache, open: no other cache can get its identity
 
     def __init__(self, cache: Cache) -> None:
         self._lock = threading.RLock()  # of the connection, and of what is brushed
@@ -100,10 +99,7 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def _begin(self, cache: Cache) -> None:
         """Take a cache of which nothing is copied yet."""
         self._cache, self._store = cache, store_of(cache)
-        mark = self._store.folder.lease_lock.open("rb")
-        if self._mark is not None:
-            self._mark.close()
-        self._mark, self._is_new = mark, True
+        self._identity, self._is_new = self._store.identity, True
         self._schema = self._store.settings.schema
         self._columns = [name for name, kind in self._schema.items() if _is_scalar(kind)]
         self._many: set[str] = set()  # columns of which no bar stands for one value
@@ -138,8 +134,6 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
     def close(self) -> None:
         """Take the widget out of the notebook, and give its memory back. Blocks: while a query is ended."""
         super().close()
-        if self._mark is not None:
-            self._mark.close()
         if self.con is not None:
             while not self._is_closed():
                 time.sleep(0.01)
@@ -259,10 +253,9 @@ class Explorer(mosaic_widget.MosaicWidget):  # type: ignore[misc]  # mosaic-widg
 
     def _find_anew(self) -> None:
         """Begin anew, where another cache is in the place of the one that was shown."""
-        assert self._mark is not None
         with explaining(self._store.folder.path):
-            status = os.stat(self._store.folder.lease_lock)
-        if not os.path.samestat(status, os.fstat(self._mark.fileno())):
+            identity = self._store.identity
+        if identity != self._identity:
             self._begin(Cache.open(self._store.folder.path))
             self.con.execute(f"drop table if exists main.{TABLE}")
 

@@ -211,7 +211,7 @@ def _waiting(
     store: Store, listed: Sequence[SegmentInfo], holders: Sequence[Holder]
 ) -> tuple[WaitingWriter, ...]:
     found = []
-    for name in os.listdir(store.folder.incoming):
+    for name in () if store.is_frozen else os.listdir(store.folder.incoming):
         path = store.folder.incoming / name
         if name.endswith(WAIT):
             try:

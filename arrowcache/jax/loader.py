@@ -19,7 +19,7 @@ from arrowcache.jax.placement import Placement
 from arrowcache.reading.assembly import Batch, ReadyBatch
 from arrowcache.reading.batch_source import Batches, BatchSource, EpochIterator
 from arrowcache.reading.loader import Loader as NumpyLoader
-from arrowcache.reading.options import LoaderArguments, RankInfo, rank_info, takes
+from arrowcache.reading.options import LoaderArguments, RankInfo, takes
 from arrowcache.reading.stream import BatchStream
 from arrowcache.storage.recovery import HasStore
 
@@ -91,7 +91,7 @@ class Loader(NumpyLoader):
         is_given = options.rank is not None or options.world_size is not None
         if is_given or not jax.distributed.is_initialized():
             return options.rank_info
-        return rank_info(jax.process_index(), jax.process_count(), options.run_id)
+        return options.rank_info_of(jax.process_index(), jax.process_count())
 
     def _world_size(self) -> int:
         found = self._rank_info(begins=False)

@@ -201,7 +201,7 @@ class NodeIngest:
     def _made(self) -> Store:
         store = self._caches.make(self._node).store
         if not self._stopping.is_set():
-            self._writes = store.usage.show_writing()
+            self._writes = store.show_writing()
         return store
 
     @property

@@ -47,7 +47,7 @@ from arrowcache.limits import Limits
 from arrowcache.os_errors import explained, start
 from arrowcache.read_through.item_index import INDEX, ItemIndex
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.claims import MERGING, Claims, the_only_one
+from arrowcache.storage.claims import MERGING, Claims, NoClaims, the_only_one
 from arrowcache.storage.eviction import choose_parts, superseded
 from arrowcache.storage.layout import CLAIMS_LOCK, SegmentInfo, merge_task
 from arrowcache.storage.store import RoomPolicy, Store
@@ -98,7 +98,8 @@ class Publisher:
         self._origin = Origin()
         self._store, self._index, self._backoff = store, index, backoff
         file_mode, length = store.folder.rights().file_mode, store.settings.dataset.length
-        self._claims = Claims(store.folder.path / CLAIMS_LOCK, file_mode, length)
+        path = store.folder.path / CLAIMS_LOCK
+        self._claims = NoClaims() if store.is_frozen else Claims(path, file_mode, length)
         self._filling: SegmentBuilder | None = None  # the segment in progress
         self._full: SegmentBuilder | None = None  # the one before, until it is published
         self._writing = threading.RLock()  # held while a segment is written; never together with `lock`
@@ -118,8 +119,8 @@ class Publisher:
 
     @property
     def can_store(self) -> bool:
-        """False while the cache is full, or cannot be written to."""
-        if self._is_closed or self._backoff.why:
+        """False while the cache is full, or frozen, or cannot be written to."""
+        if self._is_closed or self._backoff.why or self._store.is_frozen:
             return False
         try:
             self._may_be_full = self._may_be_full and not self._store.has_room()
@@ -385,6 +386,8 @@ class Publisher:
         if not is_last and time.monotonic() < self._look_for_parts_at:
             return False
         self._look_for_parts_at = time.monotonic() + Limits.current.parts_seconds
+        if self._store.is_frozen:
+            return False
         with suppress(*FAILURES):
             listed, before = tuple(self._store.segments()), self._looked_at
             self._looked_at = listed
@@ -448,7 +451,7 @@ def merge(store: Store, release: Callable[[], None]) -> bool:
     Returns: True: one was merged, and more may be worth it.
     Raises: OSError, LockTimeoutError: the folder or its disk fails; nothing is lost.
     """
-    if not superseded(store.segments()) and not is_merge_worth_it(store):
+    if store.is_frozen or not (superseded(store.segments()) or is_merge_worth_it(store)):
         return False
     with the_only_one(store.folder, MERGING) as is_alone:
         if not is_alone:

@@ -99,7 +99,8 @@ class ReadThrough:
     def find(self, indices: NDArray[np.int64]) -> ItemColumns:
         """Gather the items that are in the cache, of indices (n,).
 
-        Blocks: while rows come from the disk. Raises nothing: a warning tells what is unreadable.
+        Blocks: while rows come from the disk.
+        Raises: CorruptSegmentError: of a frozen cache. Else nothing: a warning tells what is unreadable.
         """
         with self._lock:
             self.publisher.touch()
@@ -109,6 +110,8 @@ class ReadThrough:
                     self._counts[0] += len(gathered.positions)
                     return gathered
                 except CorruptSegmentError as error:
+                    if self._store.is_frozen:
+                        raise
                     warn(f"items of a damaged segment are made again: {error}")
                     self._index.release()
                     self._store.look_anew()

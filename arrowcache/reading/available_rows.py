@@ -35,7 +35,7 @@ from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import SharedPlan
 from arrowcache.reading.row_filter import RowFilter
-from arrowcache.reading.row_weights import Weighting
+from arrowcache.reading.row_weights import Weighting, Weights
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.counters import SamplerCounts, SamplerState, seen_samplers
@@ -62,7 +62,9 @@ class AvailableRows:
         given = {"`where`": options.where is not None, "`rows`": self._filter.chooses}
         self._choose = [name for name, is_given in given.items() if is_given]
         self._has_excluded = False  # the last snapshot
-        self._epoch_rows, self.is_paced = options.epoch_rows, options.paced
+        self._epoch_rows, self._is_paced = options.epoch_rows, options.paced
+        #: True if each process chooses the same rows, and weighs them alike, at any time.
+        self.is_repeatable = all(function.is_repeatable for function in self._functions)
         #: Segments from this number on came after this loader's last snapshot; inf before the first one.
         self.known: float = math.inf
         self.warns = True  # of rows left out; False once warned, or if another rank on this node warns
@@ -76,6 +78,11 @@ class AvailableRows:
         self.unspent_rows: int | None = None
         self.is_asked_elsewhere = False  # another rank asks the functions for this epoch now
         self._ahead: Snapshot | None = None  # for the next `take`
+
+    @property
+    def is_paced(self) -> bool:
+        """True if it keeps the cache's pace, and counts. A frozen cache has none."""
+        return self._is_paced and not self.store.is_frozen
 
     @property
     def accepted(self) -> str:
@@ -199,6 +206,13 @@ class AvailableRows:
             snapshot.map_all()
             undo.pop_all()
         return snapshot
+
+    def weigh(self, plan: Plan) -> Weights | None:
+        """Return the weights of a plan's rows, made now. None: this loader has none."""
+        if self._weighting is None:
+            return None
+        with self.retake(plan) as snapshot:
+            return self._weighting.of(snapshot)
 
     def look(self) -> Snapshot:
         """Return the snapshot that an epoch would have now: not counted, and mapped only to select rows."""
@@ -373,6 +387,8 @@ class RowsWait:
         snapshot = self._try(take, wait) if self._is_due() else None
         if snapshot is not None:
             return snapshot
+        if self._store.is_frozen:
+            raise LoaderTimeoutError(self._why_frozen())
         with ExitStack() as shown:
             shown.enter_context(self._store.usage.show_waiting())  # samplers do not wait for training now
             if self._shared_plan is not None:
@@ -576,6 +592,14 @@ class RowsWait:
             f"{step_rows}, and nobody writes to it: pass drop_last=False (in TensorFlow "
             f"drop_remainder=False) for a batch of what is there{lower}; or start samplers, and pass "
             f"wait_rows={step_rows} to wait for them"
+        )
+
+    def _why_frozen(self) -> str:
+        found = self._available_rows
+        held = f"{format_count(found.rows, 'row')}{found.accepted}"
+        return (
+            f"{self._store.folder.path} is frozen with {held}, and an epoch here needs {self._needed_rows}: "
+            "lower batch_size or wait_rows, or pass drop_last=False (in TensorFlow drop_remainder=False)"
         )
 
     def _why_vain(self) -> str:

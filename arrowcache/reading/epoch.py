@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.errors import ArrowCacheError, CorruptSegmentError, MissingSegmentsError, warn
+from arrowcache.errors import (
+    ArrowCacheError,
+    CacheFrozenError,
+    CorruptSegmentError,
+    MissingSegmentsError,
+    warn,
+)
 from arrowcache.lifetimes import Origin, at_exit, call_all
 from arrowcache.limits import Limits
+from arrowcache.os_errors import explaining
 from arrowcache.reading.available_rows import AvailableRows, RowsWait, Wait
 from arrowcache.reading.budget import BudgetOrder, bucket_count
 from arrowcache.reading.options import LoaderOptions, RankInfo
@@ -293,15 +300,18 @@ class Epoch(EpochProgress):
         self._held_up_seconds = 0.0  # seconds that writers waited for its lease, counted so far
         self._is_unleased = False
         self.on_end: Callable[[], object] | None = None  # has others make no more batches of it
+        self._sign = ExitStack()  # shows that it draws by weights
         _living.add(self)
 
     def begin(self, plan: Plan, order: Order) -> None:
         """Set what it reads, and count its rows as served."""
         if self._available_rows.is_paced:
             rows = round(order.rows_of(range(order.steps)) * self._share)
-            with self._available_rows.store.locked():
+            with suppress(CacheFrozenError), self._available_rows.store.locked():
                 self._available_rows.store.usage.add_served(rows)
                 self._rows = rows
+        if plan.weights is not None:
+            self._sign = self._available_rows.store.usage.show_weighing()
         self.plan, self.order, self._is_in_order = plan, order, plan.shuffle.is_in_order
 
     # what the cache counts
@@ -316,7 +326,7 @@ class Epoch(EpochProgress):
         if not available_rows.is_paced:
             return True
         seqs, passes = snapshot.seqs, available_rows.passes_of(snapshot.selected.size)
-        with store.locked():
+        with suppress(CacheFrozenError), store.locked():  # frozen just now, it counts no more
             if most is not None and (store.usage.served(seqs) >= most).any():
                 return False
             store.usage.count_epoch(seqs, passes)
@@ -379,6 +389,7 @@ class Epoch(EpochProgress):
                 self.on_end()
             self.note_held_up()
             leave_to(snapshot)
+            self._sign.close()
             if self._shared_plan is not None:
                 self._shared_plan.release(self.number)
             self._is_unleased = True  # last: the next call completes one that Ctrl-C cut short
@@ -417,13 +428,14 @@ class Epochs(EpochSource[Epoch]):
         self._options.require_fit(self._store, shard.world_size)
         self.close()
         self._rank_info, self._shard, self._has_joined = rank_info, shard, True
-        self._shared_plan = None if rank_info is None else SharedPlan(self._store, rank_info)
-        self.available_rows.has_ranks = rank_info is not None
+        agrees = rank_info is not None and not self._store.is_frozen
+        self._shared_plan = SharedPlan(self._store, rank_info) if rank_info is not None and agrees else None
+        self.available_rows.has_ranks = agrees
         if rank_info is not None and rank_info.rank % rank_info.local_world_size:
             self.available_rows.warns = False  # the first rank of this node warns
 
     def require(self, plan: Plan) -> None:
-        with self._store.locked():
+        with self._store.looking():
             listed = [segment for segment in self._store.segments() if plan.includes(segment)]
         self._order(plan, listed, "raise")
 
@@ -435,8 +447,15 @@ class Epochs(EpochSource[Epoch]):
         """Return a plan as a state that any process resumes: the file of its weights is written.
 
         Blocks: for cache.lock and the disk, if it has weights.
-        Raises: CacheFullError: as of `write_weights`.
+        Raises: CacheFullError: as of `write_weights`. ValueError: of a frozen cache, it cannot be repeated.
         """
+        if (frozen := self._store.settings.frozen) is not None:
+            if not self.available_rows.is_repeatable:
+                raise ValueError(
+                    "a Python function, or _age_seconds, chooses or weighs rows of a frozen cache, which no "
+                    "state can repeat elsewhere: give an expression of columns, a tag, ids or an annotation"
+                )
+            return plan.to_state() | {"frozen": frozen.digest}
         if plan.weights is not None:
             with self._store.locked():
                 write_weights(self._store, plan.weights)
@@ -445,18 +464,38 @@ class Epochs(EpochSource[Epoch]):
     def from_state(self, state: dict[str, Any]) -> Plan:
         """Return the plan of a state, with the weights that it names, for epochs of these options.
 
-        Raises: as `Plan.from_state` and `read_weights`.
+        Raises: as `Plan.from_state` and `read_weights`. ValueError: it is of a frozen cache of other content,
+            or of other weights.
         """
         options, settings = self._options, self._store.settings
-        name = state.get("weights") if isinstance(state, dict) and state.get("segments") else None
-        weights = read_weights(self._store, name) if name else None
-        return Plan.from_state(
-            state,
-            settings.full_rows,
+        read = partial(
+            Plan.from_state,
+            most_rows=settings.full_rows,
             has_buckets=options.budget is not None,
             packing=options.packing,
-            weights=weights,
         )
+        digest, name = None, None
+        if isinstance(state, dict):
+            digest, name = state.get("frozen"), state.get("weights") if state.get("segments") else None
+        if digest is not None:
+            here = "it is not frozen" if settings.frozen is None else f"that is {settings.frozen.digest}"
+            if settings.frozen is None or settings.frozen.digest != digest:
+                raise ValueError(
+                    f"the state is of a frozen cache whose content has the digest {digest}, and here {here}: "
+                    "load it over that cache or a copy, or begin the next epoch: state | {'epoch': "
+                    "state['epoch'] + 1, 'position': 0, 'segments': [], 'weights': None, 'frozen': None}"
+                )
+        if not name:
+            return read(state)
+        if digest is None:
+            return read(state, weights=read_weights(self._store, name))
+        weights = self.available_rows.weigh(read(state | {"weights": None}))
+        if weights is None or weights.name != name:
+            raise ValueError(
+                "the state is of an epoch by weights, and a frozen cache has no copy of them: give the "
+                "loader the same weights= as there"
+            )
+        return read(state, weights=weights)
 
     def expected_steps(self) -> int:
         """Return the number of batches of the next epoch, if it began now; at least one.
@@ -515,6 +554,7 @@ class Epochs(EpochSource[Epoch]):
     def _begin(self, planned: Plan, wait: Wait | None, *, ahead: bool = False) -> Epoch | None:
         if not ahead:
             self._lost_ahead = None
+        self._leave_plan_if_frozen()
         options, is_rest = self._options, len(planned.seqs) > 0
         share = 1 / self._shard.world_size if options.packing else 1.0
         epoch = Epoch(planned, self.available_rows, self._shared_plan, self.meter, self._shard, share)
@@ -547,6 +587,15 @@ class Epochs(EpochSource[Epoch]):
             self.available_rows.known = snapshot.next_seq
             undo.pop_all()
         return epoch
+
+    def _leave_plan_if_frozen(self) -> None:
+        """Agree on nothing from now on, if the cache was frozen meanwhile."""
+        if self._shared_plan is not None:
+            with explaining(self._store.folder.path):
+                self._store.refresh_settings()
+            if self._store.is_frozen:
+                self._shared_plan.close()
+                self._shared_plan, self.available_rows.has_ranks = None, False
 
     def plan_of(
         self, number: int, snapshot: Snapshot | None = None, lengths: NDArray[np.int32] | None = None

@@ -103,7 +103,8 @@ class Loader(Closable):
         world_size: number of ranks. None with `rank`.
         run_id: name of the job whose ranks agree on snapshots: any text, the same on all of them, since a
             rank with another name cannot be told from another job. None means TORCHELASTIC_RUN_ID, or
-            MASTER_ADDR and MASTER_PORT.
+            MASTER_ADDR and MASTER_PORT. Of a frozen cache (`Cache.freeze`) ranks agree on nothing, and need
+            none: that all have the same arguments is not checked.
         epoch_rows: rows of an epoch, of all ranks together, independent of the snapshot's size. Fewer are
             drawn without replacement, more are reshuffled passes. With `batch_tokens` they do not fix the
             number of steps.
@@ -115,7 +116,7 @@ class Loader(Closable):
             no other rank might begin to; but `wait_rows` above the rows that are there, and above 1, is
             waited for. None means no limit, except in this last case.
         window_bytes: size of the window of shuffle="window". None means a quarter of the memory or of the
-            capacity, the lesser.
+            capacity, the lesser; of a frozen cache, where no machine differs, 2 GiB in place of the first.
         paced: keep the cache's pace, and count the rows served. False does neither, such as for validation.
         batch_tokens: size of a padded batch, in place of batch_size: the rows times the length of the longest
             is at most this. Nothing is padded here. Rows of similar length come together, other ones in each
@@ -131,7 +132,7 @@ class Loader(Closable):
             a row, or a function or an expression as of `rows` that gives (rows,) numbers, where a null of an
             expression is a missing one. A name that is neither is an error, unless `expect` has it. In a
             cache without any annotation one that is like no column's is a warning at first, and an error of
-            the next epoch once rows have only other annotations. Weights are frozen when an epoch begins, so
+            the next epoch once rows have only other annotations. Weights are fixed when an epoch begins, so
             `epoch_rows` is the interval at which new ones take hold. Of a full cache the oldest rows leave
             for them: 4 bytes a row, and up to an eighth of the capacity for annotations. None means each row
             once.
@@ -247,7 +248,9 @@ class Loader(Closable):
             hundred batches, as text; and where an epoch does not read all rows, of each segment that it reads
             in part, a bit for each row, as text. It is the same on all ranks, and loadable with
             `torch.load(weights_only=True)`. After a `break` it is the state of the epoch that was left; after
-            the end of an epoch, of the next one.
+            the end of an epoch, of the next one. Of a frozen cache it has the digest of its content.
+        Raises: ValueError: of a frozen cache, a Python function, or `_age_seconds`, chooses or weighs rows:
+            that cannot be repeated elsewhere.
         """
         progress = self._epochs.progress
         is_begun = progress is not None and not self._is_over(progress)
@@ -263,7 +266,7 @@ class Loader(Closable):
         `batch_size` cannot go on by `batch_tokens`, nor the reverse, except between two epochs.
 
         Args:
-            state: what `state_dict` returned, of a loader of this cache.
+            state: what `state_dict` returned, of a loader of this cache; of a frozen one, or any copy of it.
             missing: treatment of rows whose segments have left the cache since: "skip" them, with a warning,
                 or "raise".
         Raises: ValueError: not a valid state. MissingSegmentsError: missing="raise", and rows are missing;
@@ -345,7 +348,7 @@ class Loader(Closable):
             )
         if copied := [*Columns.of(self._store.settings.schema, options.names).copied.names]:
             raise ValueError(f"columns {copied} become Python objects, which are copies: leave them out")
-        with self._store.locked():
+        with self._store.looking():
             listed = self._store.segments()
         if where is not None:
             listed = [segment for segment in listed if called(WHERE, where, segment)]

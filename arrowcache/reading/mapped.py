@@ -19,7 +19,6 @@ variable-length columns, whose offsets are data, have no template.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -39,7 +38,6 @@ from arrowcache.native.engine import entries_of
 from arrowcache.native.maps import FileKind
 from arrowcache.storage import mapping
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.locks import file_identity
 from arrowcache.storage.row_ids import are_among
 from arrowcache.storage.settings import Settings
 from arrowcache.storage.store import Store
@@ -158,11 +156,10 @@ class MappedSegments:
     def of(cls, store: Store) -> MappedSegments:
         """Return the mapped segments that all readers of a cache share in this process.
 
-        A cache is known by its lease.lock, not by its path. A mapped segment is leased, which keeps that
-        file open: while anything is mapped, no other cache can get its identity.
+        A cache is known by its `identity`, not by its path.
         """
         try:
-            identity = file_identity(os.stat(store.folder.lease_lock))
+            identity = store.identity
         except OSError:  # the folder is gone: mapped segments can still be read
             identity = None
         with unforked:  # and no other thread comes in between
@@ -430,7 +427,7 @@ class MappedSegments:
 
 
 _of_store: weakref.WeakKeyDictionary[Store, MappedSegments] = weakref.WeakKeyDictionary()
-_of_identity: weakref.WeakValueDictionary[tuple[int, int], MappedSegments] = weakref.WeakValueDictionary()
+_of_identity: weakref.WeakValueDictionary[object, MappedSegments] = weakref.WeakValueDictionary()
 
 
 _MAX_SEEN = 64

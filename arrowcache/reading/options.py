@@ -44,6 +44,7 @@ MAX_BATCH_ROWS = (1 << 31) - 1
 MAX_WORKERS = 256
 MAX_PREFETCHED = 1 << 16
 _BATCH_SIZE = 64  # where nothing else is said
+_FROZEN_WINDOW_BYTES = 2 << 30  # of a frozen cache: the order is the same on all machines
 _TERMS = (
     "batch_size", "batch_tokens", "length_of", "shuffle", "seed", "epoch_rows", "drop_last", "window_bytes",
 )  # fmt: skip
@@ -146,6 +147,7 @@ class LoaderOptions:
     budget: Budget | None = field(init=False)  # of a batch, in place of batch_size
     most_rows: int = field(init=False)  # of a batch: batch_size, or as many as a budget has tokens
     window_nbytes: int = field(init=False)  # of a window
+    is_frozen: bool = field(init=False)  # the cache: its ranks agree on nothing
 
     def __post_init__(self, settings: Settings) -> None:
         transform, functions = self.transform, dict[str, Callable[[Any], Any]]()
@@ -183,7 +185,8 @@ class LoaderOptions:
             )
         window_bytes = self.window_bytes
         if window_bytes is None:
-            window_bytes = min(memory_bytes(), settings.capacity_bytes) // 4
+            most = memory_bytes() if settings.frozen is None else 4 * _FROZEN_WINDOW_BYTES
+            window_bytes = min(most, settings.capacity_bytes) // 4
         parsed = {
             "batch_size": batch_size,
             "budget": budget,
@@ -199,6 +202,7 @@ class LoaderOptions:
             "rows": require_rows(self.rows),
             "expect": require_expected(self.expect, self.rows, self.weights),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
+            "is_frozen": settings.frozen is not None,
         }
         if self.epoch_rows is not None:
             parsed["epoch_rows"] = parse_count(self.epoch_rows, "epoch_rows")
@@ -237,7 +241,11 @@ class LoaderOptions:
 
         Raises: ValueError, TypeError: an argument does not fit, or is missing.
         """
-        return rank_info(self.rank, self.world_size, self.run_id)
+        return self.rank_info_of(self.rank, self.world_size)
+
+    def rank_info_of(self, rank: int | None, world_size: int | None) -> RankInfo | None:
+        """Return the rank info of a rank that is known otherwise. Raises: as `rank_info`."""
+        return rank_info(rank, world_size, self.run_id, needs_run=not self.is_frozen)
 
     def terms(self) -> dict[str, Term]:
         """Return the options that decide an epoch's order: ranks agree on them."""
@@ -364,12 +372,16 @@ class RankInfo:
     local_world_size: int
 
 
-def rank_info(rank: int | None, world_size: int | None, run_id: str | None) -> RankInfo | None:
+def rank_info(
+    rank: int | None, world_size: int | None, run_id: str | None, *, needs_run: bool = True
+) -> RankInfo | None:
     """Return the rank and run of a loader, from its arguments and the environment.
 
     The run is `run_id`, else TORCHELASTIC_RUN_ID (not torchrun's "none"), else
     MASTER_ADDR:MASTER_PORT; the local ranks are LOCAL_WORLD_SIZE, else all.
 
+    Args:
+        needs_run: False if the ranks agree on nothing: the run is empty.
     Returns: None for a loader without others to agree with: no rank, or a world of one.
     Raises: ValueError, TypeError: an argument does not fit, or is missing.
     """
@@ -381,7 +393,7 @@ def rank_info(rank: int | None, world_size: int | None, run_id: str | None) -> R
         return None
     if ranks[1] == 1:
         return None
-    return RankInfo(*ranks, _run(run_id), _local_world_size(ranks[1]))
+    return RankInfo(*ranks, _run(run_id) if needs_run else "", _local_world_size(ranks[1]))
 
 
 def parse_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:

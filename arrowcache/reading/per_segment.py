@@ -60,8 +60,8 @@ class PerSegmentCache(ABC, Generic[T]):
 
     #: True if values are made of annotations. None: that is known once a value was made.
     reads_notes: bool | None = False
-    #: A value holds while its segment is there, and annotations stay. False: it may differ at any time.
-    is_lasting = True
+    #: True if the same rows have the same values at any time, in any process, while annotations stay.
+    is_repeatable = True
 
     def __init__(self) -> None:
         self._known: dict[int, T] = {}
@@ -211,9 +211,8 @@ class StoredFunction(PerSegmentCache[T]):
         self._columns = [name for name in names if name in schema]
         self._ids = [name for name in names if name not in schema and name in RESERVED_NAMES]
         self._noted = [name for name in names if name not in schema and name not in RESERVED_NAMES]
-        self.reads_notes = bool(self._noted)
+        self.reads_notes, self.is_repeatable = bool(self._noted), _AGE not in self._ids
         self._version: object = None  # of the annotations
-        self.is_lasting = _AGE not in self._ids
 
     @classmethod
     def of_expression(
@@ -299,7 +298,7 @@ class PythonFunction(PerSegmentCache[T]):
     """
 
     reads_notes: bool | None = None
-    is_lasting = False
+    is_repeatable = False
 
     def __init__(
         self,

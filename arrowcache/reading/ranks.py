@@ -26,6 +26,9 @@ Guarantees:
 
 A rank that begins an epoch only after all others closed their loaders finds no file, and reads the
 segments published by then.
+
+Of a frozen cache nothing is agreed on: its ranks, on any number of nodes, read all that is there, in an order
+that their arguments decide.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from arrowcache.errors import CacheFormatError, CorruptSegmentError, warn
+from arrowcache.errors import ArrowCacheError, CacheFormatError, CorruptSegmentError, warn
 from arrowcache.lifetimes import Mutex, forgets_in_child, until_exit
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
@@ -46,7 +49,6 @@ from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.folder import RanksFile
 from arrowcache.storage.layout import RanksRecord, SegmentInfo, Term, joiner_line, joiners, ranks_name
 from arrowcache.storage.lease import Lease
-from arrowcache.storage.locks import file_identity
 from arrowcache.storage.store import Store
 from arrowcache.units import format_count
 
@@ -54,7 +56,7 @@ _UNLINK_SECONDS = 0.1  # longest wait for cache.lock; others sweep, too
 _EVERY_EPOCH = range(2**63)
 
 #: The next loader's number, for each cache, run and rank of this process.
-_numbers: dict[tuple[int, int, int, str, int], Iterator[int]] = {}
+_numbers: dict[tuple[object, str, int], Iterator[int]] = {}
 
 
 class SharedPlan:
@@ -71,8 +73,7 @@ class SharedPlan:
         self._store = store
         self._rank_info = rank_info
         with explaining(store.folder.path):
-            status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
-        key = (*file_identity(status), status.st_mtime_ns, rank_info.run, rank_info.rank)
+            key = (store.identity, rank_info.run, rank_info.rank)
         self._number = next(_numbers.setdefault(key, itertools.count()))
         self._begun: list[range] = []  # runs of epochs that followed one another; a loaded state begins one
         self._has_warned = False
@@ -268,9 +269,7 @@ class SharedPlan:
         self._hold(_Held(name, epoch, file, keeper))
 
     def _lease(self, segments: Sequence[SegmentInfo]) -> Lease | None:
-        if not segments:
-            return None
-        return Lease(self._store.folder.lease_lock, segments[0].seq, segments[-1].seq)
+        return self._store.lease_on(segments) if segments else None
 
     def _hold(self, held: _Held) -> None:
         reference = weakref.ref(self)
@@ -364,7 +363,10 @@ class SharedPlan:
         """Unlink files that nobody holds now, if cache.lock is free soon; others are swept later."""
         left, self._left = self._left, []
         if left:
-            with suppress(OSError), self._store.locked(_UNLINK_SECONDS):  # on failure it is debris
+            with (
+                suppress(OSError, ArrowCacheError),
+                self._store.locked(_UNLINK_SECONDS),
+            ):  # on failure it is debris
                 for name in left:
                     self._store.folder.drop_ranks_file(name)
 

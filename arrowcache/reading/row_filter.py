@@ -206,7 +206,7 @@ class RowFilter:
         Blocks: for cache.lock and the disk, where annotations are read, and some of this process wait.
         """
         function = self.function
-        if function is not None and not function.is_lasting:
+        if function is not None and not function.is_repeatable:
             return None
         kinds = [MARKS]
         if function is not None and function.reads_notes:

@@ -1,6 +1,6 @@
 """Row weights: how often an epoch draws each row: `weights=` of a loader.
 
-`Weighting` makes the weights as an epoch begins, which are frozen then. It keeps the sums by which rows are
+`Weighting` makes the weights as an epoch begins, which are fixed then. It keeps the sums by which rows are
 drawn: where few annotations are new, sums are changed and not made anew, with the same result. Of annotations
 a row without one weighs as much as the heaviest other: new rows are seen soon, as in "Prioritized Experience
 Replay" (Schaul, Quan, Antonoglou and Silver, ICLR 2016).
@@ -13,6 +13,7 @@ a file in `notes/`. It is written when it is needed: as the state of an epoch un
 rank begins an epoch for others. Files of ranks stay as long as their file in `ranks/` is held. Of states
 those of the last few stay: as many as an eighth of the capacity has room for, fewer where leased segments
 leave none, and at least one. An epoch has room for one made before it leases all segments that might leave.
+Of a frozen cache there is no file: a loader with the same weights= makes them again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.expression import is_expression
 from arrowcache.arrow.schema import Schema, Tensor
-from arrowcache.errors import CacheFormatError, CacheFullError, MissingSegmentsError, warn
+from arrowcache.errors import CacheFormatError, CacheFrozenError, CacheFullError, MissingSegmentsError, warn
 from arrowcache.lifetimes import cached_property
 from arrowcache.native.order import Drawn, WeightSums
 from arrowcache.os_errors import explaining
@@ -193,7 +194,7 @@ class Weighting:
         wanted = changed, rows, of_ranks, self.reads_notes
         if changed is not None and self._reserved == wanted:
             return  # the room that there was is there
-        with self._store.locked(), suppress(CacheFullError):
+        with suppress(CacheFrozenError), self._store.locked(), suppress(CacheFullError):
             nbytes = _missing_bytes(self._store, rows, of_ranks=of_ranks)
             if self.reads_notes:
                 with suppress(CacheFullError):

@@ -483,10 +483,12 @@ class Snapshot(Shown, Closable):
         """Map every segment now; damaged ones are quarantined and leave the snapshot.
 
         Returns: the number of rows that remain.
+        Raises: CorruptSegmentError: one of a frozen cache is damaged.
         """
         with _Reader(self):
             damaged: list[int] = []
-            self._map_some(np.arange(self._released, len(self._segments)), damaged)
+            leaves = None if self._store.is_frozen else damaged
+            self._map_some(np.arange(self._released, len(self._segments)), leaves)
             if damaged:
                 kept = [index for index in range(len(self._segments)) if index not in set(damaged)]
                 self._set_segments([self._segments[index] for index in kept])

@@ -40,7 +40,7 @@ _CHOICE_ADVICE = {
     "where": "a quicker where, or longer epochs, since it is asked of each segment as one begins",
     "an expression in rows": "longer epochs, since each looks up which rows it accepted",
     "rows": "a pyarrow.compute expression in place of a function in rows=, whose answer is remembered",
-    "weights": "a larger epoch_rows, since weights are frozen for each epoch",
+    "weights": "a larger epoch_rows, since weights are fixed for each epoch",
     "batch_tokens": "longer epochs, since batch_tokens reads the lengths of new rows as one begins",
 }
 _ADVICE = {

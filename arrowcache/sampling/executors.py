@@ -66,7 +66,7 @@ class ExecutorEngine:
         self._executor: Executor = self._own or executor  # type: ignore[assignment]
         with explaining(store.folder.path):  # what may fail comes before the sign
             self._watch, self._token = self._lock_token()
-            self._writes = store.usage.show_writing()  # a sign to loaders, until `end` or this process dies
+            self._writes = store.show_writing()  # a sign to loaders, until `end` or this process dies
         self._open_tasks = OpenTasks(store, self._pool, self._watch) if options.division else None
 
     def _lock_token(self) -> tuple[LockFile, int]:

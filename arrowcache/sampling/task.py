@@ -14,7 +14,6 @@ However a task ends, it closes its generator first, in the thread that drew from
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
@@ -49,7 +48,7 @@ from arrowcache.sampling.retries import is_marked, is_refusal, mark_permanent
 from arrowcache.sampling.samples import MAX_EMPTY_CALLS, Samples, yielded_nothing
 from arrowcache.storage.counters import ReadCounts, SamplerPage
 from arrowcache.storage.layout import alive_byte
-from arrowcache.storage.locks import LockFile, file_identity
+from arrowcache.storage.locks import LockFile
 from arrowcache.storage.recovery import open_store
 from arrowcache.storage.store import Cancelled, RoomPolicy, Store
 from arrowcache.units import format_count
@@ -224,7 +223,7 @@ class _Worker:
         self._key = (task.cache, sampler)
         self.sampler = sampler_of(sampler)
         self.store: Store = open_store(Path(task.cache), check="structure")
-        self._identity, self._form = self._identity_now(), self.store.settings.form
+        self._identity, self._form = self.store.identity, self.store.settings.form
         self.builder = SegmentBuilder(self._form)
         self._threads = Threads(task.reads)
         self._ahead: tuple[Task, Samples] | None = None
@@ -326,13 +325,9 @@ class _Worker:
         try:
             with explaining(self.store.folder.path):
                 self.store.refresh_settings()
-                return self._identity_now() == self._identity and self.store.settings.form == self._form
+                return self.store.identity == self._identity and self.store.settings.form == self._form
         except (FileNotFoundError, CacheFormatError):  # opening it anew repairs it, or says why not
             return False
-
-    def _identity_now(self) -> tuple[int, int, int]:
-        status = os.stat(self.store.folder.lease_lock)  # never written to: its time tells reused inodes apart
-        return *file_identity(status), status.st_mtime_ns
 
 
 def attributes_of(sampler: object) -> dict[tuple[int, str], object]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import CLAIMS_LOCK
-from arrowcache.storage.locks import LockFile
+from arrowcache.storage.locks import LockFile, holder_names
 
 _SOMEBODY_WAITS = 2**62
 _SOMEBODY_HOLDS = _SOMEBODY_WAITS + 1
@@ -32,6 +32,11 @@ _SOMEBODY_HOLDS = _SOMEBODY_WAITS + 1
 #: What one process does at a time, of all that share a cache.
 MERGING, TURNING_OVER = _SOMEBODY_WAITS + 2, _SOMEBODY_WAITS + 3
 
+_IN_THE_WAY = {
+    _SOMEBODY_HOLDS: "has items to be published",
+    MERGING: "merges segments",
+    TURNING_OVER: "replaces items",
+}
 _NUMBER_BYTES = 4
 _MAX_NUMBER = 2**31 - 1
 _NOBODY = bytes(_NUMBER_BYTES)
@@ -48,6 +53,16 @@ def the_only_one(folder: Folder, what: int) -> Iterator[bool]:
     path, mode = folder.path / CLAIMS_LOCK, folder.rights().file_mode
     with LockFile(path, os.O_RDWR | os.O_CREAT, mode) as file:
         yield file.try_range(what, 1, exclusive=True)
+
+
+def in_the_way(folder: Folder) -> Iterator[str]:
+    """Say who makes, merges or evicts items, which a freeze does not allow. Raises: OSError: as its lock."""
+    path = folder.path / CLAIMS_LOCK
+    if path.exists():
+        with LockFile(path) as file:
+            for byte, does in _IN_THE_WAY.items():
+                if file.conflict(byte, 1) is not None:
+                    yield f"{holder_names(path, byte)} {does}"
 
 
 class Claims:
@@ -144,3 +159,26 @@ class Claims:
 
     def _write(self, index: int, number: bytes) -> None:
         os.pwrite(self._file.fd, number, index * _NUMBER_BYTES)
+
+
+class NoClaims(Claims):
+    """Those of a process that reads a frozen cache: there are none, and nobody else has some."""
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+
+    def claim(self, index: int) -> bool:  # noqa: ARG002
+        return False
+
+    def is_held_elsewhere(self, index: int) -> bool:  # noqa: ARG002
+        return False
+
+    def some_are_held_elsewhere(self) -> bool:
+        return False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        pass

@@ -21,7 +21,7 @@ from arrowcache import linux
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage import layout
 from arrowcache.storage.layout import LockRecord, SegmentInfo
-from arrowcache.storage.locks import LockFile, flock_holders
+from arrowcache.storage.locks import LockFile, flock_holders, process_name
 from arrowcache.storage.settings import PART_SLACK_BYTES, Settings
 
 _PIECES_A_CALL = 512  # below IOV_MAX
@@ -271,6 +271,8 @@ class Folder:
             text = _read(self.path / layout.CACHE_JSON, _MAX_SETTINGS_BYTES).decode()
         except FileNotFoundError:
             if not self.path.exists():
+                if known is not None:
+                    raise  # it is gone: `explaining` says so
                 raise FileNotFoundError(
                     errno.ENOENT, "no cache here: make one with arrowcache.Cache.create", str(self.path)
                 ) from None
@@ -444,6 +446,27 @@ class Folder:
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder outlast a power cut. Blocks: for the disk."""
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def sync(self) -> None:
+        """Sync all segments and notes, and the names of everything. Blocks: for the disk."""
+        for folder in (self.segments, self.notes):
+            for name in _plain(folder) if folder.is_dir() else ():
+                with contextlib.suppress(FileNotFoundError):  # evicted, or merged
+                    _sync(folder / name, os.O_RDONLY | _OWN)
+            if folder.is_dir():
+                self.sync_folder(folder)
+        self.sync_record()
+        self.sync_folder(self.path)
+
+    def in_the_way(self) -> Iterator[str]:
+        """Say who locks a file of incoming/ or ranks/, which a freeze does not allow; under cache.lock."""
+        for name in _plain(self.incoming):
+            if not self._is_unlocked(path := self.incoming / name) and path.exists():
+                names = " and ".join(map(str, flock_holders(path))) or "an unknown process"
+                yield f"{names} {'evicts' if name.endswith((layout.GONE, layout.FREED)) else 'writes'}"
+        for record in self.held_ranks():
+            names = " and ".join(map(process_name, layout.joined_pids(record)))
+            yield f"{names} is in an epoch that ranks have agreed on"
 
     # leaving
 

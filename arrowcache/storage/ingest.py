@@ -88,7 +88,7 @@ class Ingest(Closable):
         """The cache, which is opened or made now unless it was before."""
         if self.store is None:
             self.store = self._open()
-            self._sign = self.store.usage.show_writing()
+            self._sign = self.store.show_writing()
             if not self._again:
                 self._coverage = Coverage(self.store.segments())
         return self.store

@@ -1,7 +1,8 @@
 """Layout: the on-disk names and records, as values. Pure: text and bytes in, values out.
 
 <cache>/        mode 0700, or group-writable: its mode decides that of all below, see `modes`
-  cache.json    format version, schema, capacity, segment bytes; replaced atomically
+  cache.json    format version, schema, capacity, segment bytes; replaced atomically. With `frozen`, nothing
+                of the cache changes, and readers need no other file than it, segments/ and notes/
   segments/     <seq:020d>-<rows>-<task>.arrow: published, immutable; seq grows
   incoming/     <uuid>.part: being written, locked by its writer; <uuid>.wait: a writer that
                 waits for room, likewise; <uuid>.gone: evicted, about to be unlinked, and
@@ -165,6 +166,15 @@ class NoteFile:
             return None
         first, last, newest = map(int, match.group(1, 2, 3))
         return cls(first, last, newest, match[4], match[5])
+
+
+def listing_digest(sizes: Iterable[tuple[str, int]]) -> str:
+    """Return the digest of files, by the name and length of each, in any order: that of a frozen cache.
+
+    The names of segments have number and rows, those of notes a digest of their content.
+    """
+    lines = sorted(f"{name} {nbytes}\n" for name, nbytes in sizes)
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def tasks_listed(pool: str, segments: Iterable[SegmentInfo]) -> set[int]:
@@ -370,6 +380,11 @@ def joiner_line(rank: int, pid: int) -> bytes:
 def joiners(data: bytes) -> set[bytes]:
     """The lines of all who joined, in the content of a file in ranks/."""
     return set(data.partition(b"\n")[2].splitlines(keepends=True))
+
+
+def joined_pids(data: bytes) -> list[int]:
+    """The processes of those who joined."""
+    return sorted(int(line.split()[1]) for line in joiners(data) if re.fullmatch(rb"\d+ \d+\n", line))
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,25 @@ class Lease:
         return True
 
 
+class FrozenLease(Lease):
+    """The lease on segments of a frozen cache, which nobody evicts: it has no lock, and touches no file."""
+
+    def __init__(self, path: Path, first: int, last: int) -> None:
+        pass
+
+    def covers(self, seq: int) -> bool:  # noqa: ARG002
+        return False
+
+    def narrow(self, first: int, last: int) -> None:
+        pass
+
+    def share(self, seq: int) -> Callable[[], None]:  # noqa: ARG002
+        return lambda: None
+
+    def close(self) -> None:
+        pass
+
+
 def own_leases(path: Path, seq: int) -> list[Lease]:
     """Return the open leases of this process, by the file at `path`, that cover a segment."""
     identity = file_identity(os.stat(path))

@@ -161,6 +161,11 @@ class Holder:
         return f"pid {self.pid} ({self.command})"
 
 
+def process_name(pid: int) -> str:
+    """Return a process in words, as a `Holder` is."""
+    return f"pid {pid} ({command(pid)})"
+
+
 def flock_holders(path: Path) -> list[Holder]:
     """Processes that hold the flock of a file, from /proc/locks."""
     try:
@@ -176,13 +181,14 @@ def flock_holders(path: Path) -> list[Holder]:
     return found
 
 
-def range_holders(path: Path, files: Iterable[OpenFile] | None = None) -> list[Holder]:
+def range_holders(path: Path, files: Iterable[OpenFile] | None = None, kind: str = " READ ") -> list[Holder]:
     """Processes that share locks on ranges of a file, from /proc/*/fdinfo. Those of other users stay unseen.
 
     An exclusive lock is an evictor's, for a moment.
 
     Args:
         files: files that processes have open. None means that they are looked up.
+        kind: of the locks, as the kernel writes it. Empty means any.
     """
     try:
         wanted = _lock_identity(os.stat(path))
@@ -192,18 +198,24 @@ def range_holders(path: Path, files: Iterable[OpenFile] | None = None) -> list[H
         Holder(file.pid, command(file.pid), locked)
         for file in (open_files() if files is None else files)
         if os.path.basename(file.link) == path.name
-        for locked in _ranges_of(file, wanted)
+        for locked in _ranges_of(file, wanted, kind)
     ]
 
 
-def _ranges_of(file: OpenFile, wanted: str) -> list[range]:
+def holder_names(path: Path, byte: int) -> str:
+    """Return who locks a byte of a file, for a message."""
+    found = [str(holder) for holder in range_holders(path, kind="") if byte in holder.locked]
+    return " and ".join(dict.fromkeys(found)) or "an unknown process"
+
+
+def _ranges_of(file: OpenFile, wanted: str, kind: str) -> list[range]:
     try:
         lines = Path(f"/proc/{file.pid}/fdinfo/{file.fd}").read_text().splitlines()
     except OSError:  # closed meanwhile
         return []
     ranges = []
     for line in lines:
-        if line.startswith("lock:") and "OFDLCK" in line and " READ " in line and f" {wanted} " in line:
+        if line.startswith("lock:") and "OFDLCK" in line and kind in line and f" {wanted} " in line:
             start, stop = line.split()[-2:]
             ranges.append(range(int(start), 2**63 - 1 if stop == "EOF" else int(stop) + 1))
     return ranges

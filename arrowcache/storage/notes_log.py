@@ -22,12 +22,11 @@ Must never: change a segment, or an epoch that is under way.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import xxhash
@@ -45,7 +44,6 @@ from arrowcache.errors import (
 from arrowcache.lifetimes import at_exit, at_worker_exit, call_all, forgets_in_child, unforked
 from arrowcache.os_errors import explaining, start
 from arrowcache.storage.layout import MAX_NOTE_BYTES, NOTES, NoteFile
-from arrowcache.storage.locks import file_identity
 from arrowcache.storage.row_ids import NumberedRows
 from arrowcache.storage.row_notes import (
     EXCLUDED,
@@ -100,13 +98,13 @@ class NotesLog:
         self._adding, self._writing = threading.RLock(), threading.RLock()  # the second is taken first
         self._thread: threading.Thread | None = None
         self._ends_with_worker = False
+        self._sign = ExitStack()  # shows that values wait, while some do
 
     @classmethod
     def of(cls, store: Store) -> NotesLog:
         """The log of a cache, shared by its users in this process. Raises: OSError: its folder is gone."""
         with explaining(store.folder.path):
-            status = os.stat(store.folder.lease_lock)  # never written to: its time tells reused inodes apart
-        identity = store.folder.path, *file_identity(status), status.st_mtime_ns
+            identity = store.folder.path, *store.identity
         with unforked:  # and no other thread comes in between
             shared = _living.get(identity)
             if shared is None:
@@ -136,7 +134,6 @@ class NotesLog:
 
     def _mark(self, ids: NDArray[np.int64], predicate: int, text: str) -> int:
         with self._store.locked():
-            self._store.refresh_settings()
             rows = NumberedRows.of(self._store.segments())
             next_seq = self._store.folder.read_record().next_seq
         numbers, _ = rows.numbers(ids, next_seq)
@@ -157,13 +154,14 @@ class NotesLog:
         Blocks: for cache.lock and the disk, if a million rows wait already.
         Warns: RuntimeWarning, once: older values were dropped for want of room, or could not be written.
         Raises: ValueError: they are more than there may be. IndexError: a row that never was.
+            CacheFrozenError: the cache is frozen.
         """
+        self._store.require_thawed()
         with suppress(ArrowCacheError, OSError):  # then it is passed over as the values are written
             self._require_known(ids)
         count = len(ids) * len(values)
         if count > self.max_values:
-            with self._store.locked():  # another process may have raised the capacity
-                self._store.refresh_settings()
+            self._store.refresh_settings()  # another process may have raised the capacity
         if count > self.max_values:
             raise ValueError(
                 f"{format_count(count, 'value')} are more than an eighth of the cache's capacity holds, "
@@ -174,6 +172,8 @@ class NotesLog:
             self._ends_with_worker = True
             at_worker_exit(self._flush_at_exit)
         with self._adding:
+            if not self._waiting:
+                self._sign = self._store.show_writing(of_notes=True)
             self._waiting.append((ids, values))
             self._waiting_rows += len(ids)
             if self._thread is None:
@@ -243,6 +243,8 @@ class NotesLog:
             with self._adding:
                 del self._waiting[: len(waiting)]
                 self._waiting_rows -= sum(len(ids) for ids, _ in waiting)
+                if not self._waiting:
+                    self._sign.close()
 
     def _drop_oldest_waiting(self, why: str) -> None:
         with self._writing, self._adding:
@@ -466,11 +468,11 @@ class NotesLog:
         data = folder.read_note(file)
         if file.fits(data):
             lines = NoteLines.unpack(data, str(path))
-        elif file.kind == MARKS:
-            raise CacheFormatError(
-                f"{path} is damaged, which says which rows are excluded and tagged: to go on without its "
-                "notes, call cache.verify()"
-            )
+        elif file.kind == MARKS or self._store.is_frozen:
+            what = "which rows are excluded and tagged" if file.kind == MARKS else "values of rows"
+            way = "to go on without its notes, call cache.verify()"
+            way = "copy it again" if self._store.is_frozen else way
+            raise CacheFormatError(f"{path} is damaged, which says {what}: {way}")
         else:  # values are not synced
             warn(f"{path} is damaged: its annotations are lost")
         self._known = {**self._known, file: lines}

@@ -1,4 +1,4 @@
-"""Recovery: making and opening a cache, whatever happened to those who used it before.
+"""Recovery: making, opening, freezing and thawing a cache, whatever happened to those who used it before.
 
 After the death of a process there is nothing to do but to sweep unlocked parts. After a restart
 of the machine unsynced files may be full of zeros at full length; cache.lock's boot id tells,
@@ -11,6 +11,11 @@ touched.
 A cache is used whole or not at all. Who reads must write too, since leases are locks and locks are files of
 the folder: so it is its owner's alone, or a group's whose members may do all (`layout.modes`). A user who may
 do only some of it would train on a part, call the rest damaged, or keep others waiting: he is refused.
+
+A frozen cache is another matter: whoever can read it may use it. Opening it looks at cache.json and at names,
+and touches nothing: it may lie on a read-only or a network file system, be another user's, or be a copy.
+Guarantees of `freeze`: nobody was changing the cache, nor can anybody who has it open; all that is in it is
+on the disk, and was checked, where a restart of the machine may have damaged it, before its mark is written.
 """
 
 from __future__ import annotations
@@ -19,19 +24,21 @@ import errno
 import itertools
 import os
 import stat
+import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from arrowcache import linux
 from arrowcache.arrow.schema import difference
-from arrowcache.errors import CacheFormatError, LockTimeoutError, SchemaError, warn
+from arrowcache.errors import ArrowCacheError, CacheFormatError, CacheFrozenError, SchemaError, warn
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
-from arrowcache.storage import layout
+from arrowcache.storage import claims, layout, verification
 from arrowcache.storage.folder import Folder, require_right
-from arrowcache.storage.locks import LockFile
-from arrowcache.storage.settings import Settings, beyond_disk
+from arrowcache.storage.locks import LOCK_TIMEOUT_SECONDS, LockFile, held
+from arrowcache.storage.settings import Frozen, Settings, beyond_disk
 from arrowcache.storage.store import Store
 from arrowcache.units import format_bytes, parse_bytes
 
@@ -82,7 +89,8 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool, said: Collec
         folder.create()
         require_working_locks(folder)
         store = Store(folder, settings)
-        with store.locked():  # of several processes that create at once, the first one's settings hold
+        # Of several processes that create at once, the first one's settings hold.
+        with explaining(path), held(folder.cache_lock, LOCK_TIMEOUT_SECONDS):
             exists = (path / layout.CACHE_JSON).exists()
             if not exists:
                 folder.write_record(layout.LockRecord(boot_id=linux.boot_id()))  # new, not lost
@@ -162,13 +170,13 @@ def remove_unused(store: Store, made: Sequence[Path]) -> bool:
             if store.usage.somebody_writes() or not folder.is_bare():
                 return False
             folder.dismantle(made)
-    except (OSError, LockTimeoutError):  # it has left in another way, or is held
+    except (OSError, ArrowCacheError):  # it has left in another way, is held, or is frozen
         return not os.path.lexists(folder.path / layout.CACHE_JSON)
     return True
 
 
 def open_store(path: Path, *, check: str) -> Store:
-    """Open the cache at a path and recover it.
+    """Open the cache at a path and recover it; of a frozen one compare the names of its files.
 
     Raises: FileNotFoundError: no folder. CacheFormatError: not a cache, one of a newer format, or no working
         locks. PermissionError: this user may use only a part of it. Nothing was touched then.
@@ -179,11 +187,63 @@ def open_store(path: Path, *, check: str) -> Store:
     with explaining(path):
         store = Store(folder, folder.read_settings(), check_bytes=check == "bytes")
         folder.require_known()  # before anything is touched
+        if store.is_frozen:
+            store.segments()
+            return store
         require_access(store)
         folder.complete()
         require_working_locks(folder)
         recover(store)
     return store
+
+
+def freeze(store: Store) -> None:
+    """Freeze a cache: see `Cache.freeze`. The notes that wait in this process are written by now.
+
+    Blocks: for cache.lock, and while all that is not yet on the disk is written.
+    """
+    store.refresh_settings()
+    if store.is_frozen:
+        return
+    suspect = store.suspect_below()
+    verification.verify_segments(store, [each for each in store.segments() if each.seq < suspect])
+    store.folder.sync()  # most of it, while nobody waits
+    with store.locked():
+        ways = [*store.usage.in_the_way(), *claims.in_the_way(store.folder), *store.folder.in_the_way()]
+        if ways:
+            raise CacheFrozenError(
+                f"{store.folder.path} cannot be frozen: {'; '.join(dict.fromkeys(ways))}. First close "
+                "writers, stop pools, and end epochs of ranks and by weights"
+            )
+        store.folder.sync()
+        store.look_anew()
+        frozen = Frozen(uuid.uuid4().hex, store.digest(store.segments()))
+        settings = replace(store.settings, frozen=frozen)
+        store.folder.write_settings(settings)
+        store.settings = settings  # last: nothing can be written from then on
+
+
+def thaw(store: Store) -> None:
+    """Thaw a cache: see `Cache.thaw`. One that failed, or was done elsewhere, is completed."""
+    folder = store.folder
+    with explaining(folder.path):
+        found = folder.read_settings(store.settings)
+        if found.frozen is None and not store.is_frozen:
+            return
+        require_access(store)
+        if found.frozen is not None:
+            warn(
+                f"{folder.path} may change from now on: whoever reads it, here or on other machines, finds "
+                "that out at the begin of the next epoch, and nothing keeps the rows until then"
+            )  # before it does: as an error it changes nothing
+        folder.complete()
+        require_working_locks(folder)
+        with held(folder.cache_lock, LOCK_TIMEOUT_SECONDS):
+            found = folder.read_settings(store.settings)
+            if found.frozen is not None:
+                folder.write_settings(replace(found, frozen=None))
+        store.settings = replace(store.settings, frozen=None)
+        recover(store)
 
 
 def require_access(store: Store) -> None:

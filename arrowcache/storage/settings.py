@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,25 @@ class CachedItems:
         return cls(parse_count(described["length"], "length", 1, MAX_BYTES), *texts)
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The mark of a frozen cache: an id that no other freeze has, and the digest of what is there.
+
+    `digest` is that of `layout.listing_digest`: the same for all copies.
+    """
+
+    id: str
+    digest: str
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> Frozen:
+        """Raises: KeyError, TypeError, ValueError: not what `dataclasses.asdict` gives."""
+        found = cls(described["id"], described["digest"])
+        if len(described) != 2 or not all(isinstance(text, str) and text for text in astuple(found)):
+            raise ValueError(f"frozen as {described!r}")
+        return found
+
+
 def _option(*args: Any) -> Any:
     return field(metadata={"option": Option(*args)})
 
@@ -117,6 +136,7 @@ class Settings:
     """The content of cache.json. `full_rows` is the rows of a full segment.
 
     `dataset` is None in a rolling cache. The cache of a dataset keeps what it has where room is short.
+    `frozen` is None while the cache may change.
     """
 
     schema: Schema
@@ -134,6 +154,7 @@ class Settings:
     durable: bool = _option(False, _require_flag, _yes_no, "Sync every segment: a power cut loses none.")
     pace: Pace | None = None
     dataset: CachedItems | None = None
+    frozen: Frozen | None = None
 
     @property
     def form(self) -> segment_file.Form:
@@ -158,7 +179,10 @@ class Settings:
     @property
     def table(self) -> list[tuple[str, str]]:
         """The settings that stand by themselves, in words: name and value."""
-        return [(name.replace("_", " "), OPTIONS[name].format(value)) for name, value in self.options.items()]
+        table = [
+            (name.replace("_", " "), OPTIONS[name].format(value)) for name, value in self.options.items()
+        ]
+        return table if self.frozen is None else [*table, ("frozen", f"as {self.frozen.id}")]
 
     def with_capacity(self, capacity_bytes: int) -> Settings:
         return replace(self, capacity_bytes=capacity_bytes)
@@ -179,6 +203,8 @@ class Settings:
             record["pace"] = self.pace.to_json()
         if self.dataset is not None:
             record["dataset"] = asdict(self.dataset)
+        if self.frozen is not None:
+            record["frozen"] = asdict(self.frozen)
         return json.dumps(record | {"checksum": _checksum(record)}, indent=1)
 
     @classmethod
@@ -211,6 +237,7 @@ class Settings:
                 parse_count(record["full_rows"], "full_rows", -MAX_BYTES, MAX_ROWS),
                 pace=None if record.get("pace") is None else Pace.from_json(record["pace"]),
                 dataset=None if record.get("dataset") is None else CachedItems.from_json(record["dataset"]),
+                frozen=None if record.get("frozen") is None else Frozen.from_json(record["frozen"]),
                 **{name: option.parse(record[name], name) for name, option in OPTIONS.items()},
             )
             if min(settings.capacity_bytes, settings.segment_bytes, settings.full_rows) <= 0:

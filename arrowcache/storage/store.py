@@ -5,7 +5,9 @@ It owns the order of things: list, decide (eviction.py), lock, effect (folder.py
   made before a part is created, and the part counts in full from its creation under cache.lock;
 - a segment appears whole, under a seq that no segment had before, or not at all;
 - a leased segment is not evicted, and no segment before an older one;
-- every wait has a deadline and names what it waits for.
+- every wait has a deadline and names what it waits for;
+- nothing of a frozen cache changes: `locked` and `show_writing`, which all changes begin with, refuse it. Who
+  looks at one, or leases its segments, takes no lock: `looking` and `lease_on` see to that.
 cache.lock is held for decisions, renames and the sweeping of debris, never while data is written. Victims are
 unlinked under it only where room must be there when a call returns, as for `resize`.
 """
@@ -15,8 +17,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from arrowcache.arrow.segment import EncodedSegment
-from arrowcache.errors import CacheFormatError, CacheFullError, warn
+from arrowcache.errors import CacheFormatError, CacheFrozenError, CacheFullError, warn
 from arrowcache.limits import Limits
 from arrowcache.os_errors import MORE_ROOM, explained, explaining
 from arrowcache.storage.eviction import choose_victims, each_once, skip_for_headroom, superseded
@@ -37,12 +39,13 @@ from arrowcache.storage.layout import (
     PART,
     WAIT,
     SegmentInfo,
+    listing_digest,
     parse_segment_name,
     parse_task_name,
     segment_name,
 )
-from arrowcache.storage.lease import Lease, own_leases
-from arrowcache.storage.locks import LOCK_TIMEOUT_SECONDS, LockFile, held, range_holders
+from arrowcache.storage.lease import FrozenLease, Lease, own_leases
+from arrowcache.storage.locks import LOCK_TIMEOUT_SECONDS, LockFile, file_identity, held, holder_names
 from arrowcache.storage.overview import CacheStats, Survey
 from arrowcache.storage.pace import Flow, Pace
 from arrowcache.storage.settings import (
@@ -146,7 +149,7 @@ class Store:
         self.folder = folder
         self.settings = settings
         self.check_bytes = check_bytes
-        self.usage = Usage(folder)
+        self._usages = Usage(folder), Usage(folder, is_frozen=True)
         self._listing = _Listing([], {}, [])  # replaced as a whole
 
     @property
@@ -154,15 +157,81 @@ class Store:
         """The checks when a segment is first mapped, as `open_store` takes them."""
         return "bytes" if self.check_bytes else "structure"
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """A value that no other cache has, nor one that has its path later. Raises: OSError: it is gone."""
+        if self.settings.frozen is not None:  # a copy of it may have no lock files
+            return file_identity(os.stat(self.folder.segments)), self.settings.frozen.id
+        status = os.stat(self.folder.lease_lock)  # never written to: its time tells reused inodes apart
+        return file_identity(status), status.st_mtime_ns
+
+    @property
+    def usage(self) -> Usage:
+        """The counts and signs of the cache."""
+        return self._usages[self.is_frozen]
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the cache was frozen when its settings were last read."""
+        return self.settings.frozen is not None
+
+    def require_thawed(self) -> None:
+        """Check that the cache was not frozen when its settings were last read.
+
+        Raises: CacheFrozenError: it was, and still is. CacheFormatError, OSError: as `refresh_settings`.
+        """
+        if self.is_frozen:
+            self.refresh_settings()
+            raise CacheFrozenError(
+                f"{self.folder.path} is frozen, and does not change: write to another cache, or call "
+                "cache.thaw() first, once nobody reads it elsewhere"
+            )
+
     @contextmanager
     def locked(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
-        """Hold cache.lock, polled until the deadline.
+        """Hold cache.lock, polled until the deadline, to change what is there. The settings are read anew.
 
-        Raises: LockTimeoutError: names the holder. OSError: the folder is gone or read-only; the
-            message says what to do, also for an OSError of the `with` block.
+        Raises: CacheFrozenError: it is frozen. LockTimeoutError: names the holder. CacheFormatError: another
+            cache has its place. OSError: the folder is gone or read-only; the message says what to do, also
+            for an OSError of the `with` block.
         """
-        with explaining(self.folder.path), held(self.folder.cache_lock, timeout_seconds):
+        self.require_thawed()
+        with self._held(timeout_seconds):
+            self.require_thawed()
             yield
+
+    @contextmanager
+    def looking(self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
+        """As `locked`, to look at what is there; of a cache that is known to be frozen, without the lock."""
+        if not self.is_frozen:
+            with self._held(timeout_seconds):
+                yield
+            return
+        with explaining(self.folder.path):
+            self.refresh_settings()
+            yield
+
+    @contextmanager
+    def _held(self, timeout_seconds: float) -> Iterator[None]:
+        with explaining(self.folder.path), held(self.folder.cache_lock, timeout_seconds):
+            self.refresh_settings()
+            yield
+
+    def show_writing(self, *, of_notes: bool = False) -> ExitStack:
+        """Show that somebody writes, as `Usage.show_writing`; or has notes to be written, as `show_noting`.
+
+        Raises: CacheFrozenError: the cache is frozen. Whoever freezes it sees the sign, or is seen here.
+        """
+        self.require_thawed()
+        sign = self.usage.show_noting() if of_notes else self.usage.show_writing()
+        try:
+            with suppress(OSError, CacheFormatError):  # there is no cache now: a publish says so
+                self.refresh_settings()
+            self.require_thawed()
+        except BaseException:
+            sign.close()
+            raise
+        return sign
 
     def segments(self) -> list[SegmentInfo]:
         """The published segments, oldest first. Without cache.lock they may be evicted at once.
@@ -208,8 +277,19 @@ class Store:
         if not rises:
             segments, doubles = _in_order(segments, known.segments)
             foreign += doubles
+        if self.settings.frozen is not None and self.digest(segments.values()) != self.settings.frozen.digest:
+            self.refresh_settings()  # it may be thawed
+            raise CacheFormatError(
+                f"{self.folder.path} is an incomplete copy: its {format_count(len(segments), 'segment')} and "
+                "its notes are not those of the cache that was frozen. Copy it again, with cache.json last"
+            )
         self._listing = _Listing([] if passing else names, segments, foreign)
         return self._listing
+
+    def digest(self, segments: Iterable[SegmentInfo]) -> str:
+        """The digest of these segments and the notes that are there, which a frozen cache has."""
+        notes = [(file.name, self.folder.note_bytes(file)) for file in self.folder.note_files()]
+        return listing_digest([*((segment.name, segment.nbytes) for segment in segments), *notes])
 
     def look_anew(self) -> None:
         """Forget what was listed: something else may have the name of a segment by now."""
@@ -249,7 +329,7 @@ class Store:
         Raises: CacheFullError, LockTimeoutError, Cancelled, OSError; nothing is left behind.
         """
         policy = policy or RoomPolicy()
-        with self.usage.show_writing():
+        with self.show_writing():
             for left in reversed(range(_DISK_FULL_ATTEMPTS)):
                 started = time.monotonic()
                 part: PartFile | None = None
@@ -279,7 +359,6 @@ class Store:
         self, part: PartFile, rows: int, task: str, on_visible: Callable[[], None]
     ) -> SegmentInfo | None:
         with self.locked():
-            self.refresh_settings()
             if task and any(segment.task == task for segment in self.segments()):
                 self._end_task(task)
                 return None
@@ -368,7 +447,6 @@ class Store:
             is in the way.
         """
         folder = self.folder
-        self.refresh_settings()
         listed = self.segments()
         if self._why_paced(listed):
             return _Blocked.PACE
@@ -433,7 +511,8 @@ class Store:
     def refresh_settings(self) -> None:
         """Read the settings anew: another process may have resized the cache.
 
-        Raises: CacheFormatError: another cache has its place by now. OSError: none has.
+        Raises: CacheFormatError: another cache has its place by now, or it was frozen and is no more.
+            OSError: none has.
         """
         found = self.folder.read_settings(self.settings)
         if found is self.settings:
@@ -443,6 +522,12 @@ class Store:
             raise CacheFormatError(
                 f"{self.folder.path} was removed, and is another cache now, of {holds}: open that one"
             )
+        if self.settings.frozen != found.frozen:
+            if self.settings.frozen is not None:  # a job's readers may have begun different epochs
+                raise CacheFormatError(
+                    f"{self.folder.path} was frozen as it was opened here, and thawed since: open it anew"
+                )
+            self.look_anew()
         self.settings = found
 
     def _why(self, nbytes: int, blocked: _Blocked, policy: RoomPolicy) -> str:
@@ -470,8 +555,7 @@ class Store:
             )
         if leased:
             oldest = leased[0].seq
-            holders = [h for h in range_holders(self.folder.lease_lock) if oldest in h.locked]
-            names = " and ".join(dict.fromkeys(map(str, holders))) or "an unknown process"
+            names = holder_names(self.folder.lease_lock, oldest)
             text += f" ({format_count(len(leased), 'segment')} leased, the oldest of them by {names})"
         if blocked is _Blocked.OWN_LEASE:
             return (
@@ -496,7 +580,6 @@ class Store:
     def set_pace(self, pace: Pace | None) -> None:
         """Write the pace to the settings, and begin its counts anew. Blocks: for cache.lock."""
         with self.locked():
-            self.refresh_settings()
             self.usage.begin_pace()  # first: who is killed in between leaves the pace that was
             self.settings = replace(self.settings, pace=pace)
             self.folder.write_settings(self.settings)
@@ -504,7 +587,7 @@ class Store:
     def _why_paced(self, listed: list[SegmentInfo]) -> str:
         """Return the reason why writers wait for training. Empty if they do not, as while a loader waits."""
         pace, why = self.settings.pace, ""
-        if pace is not None:
+        if pace is not None and not self.is_frozen:
             flow = self.flow(listed)
             why = pace.keeps_sampler(flow)
             if why and self._fills(listed):  # asked last: it looks at the disk
@@ -523,6 +606,8 @@ class Store:
         Raises: OSError, CacheFormatError: as `refresh_settings`.
         """
         self.refresh_settings()
+        if self.is_frozen:
+            return False
         listed, needed = self.segments(), room_of_one(self.settings.segment_bytes)
         room = self.settings.capacity_bytes - self.allocated_bytes(listed)
         if room < needed and self.settings.dataset is not None and (leaving := superseded(listed)):
@@ -542,16 +627,17 @@ class Store:
                 somebody writes, or if a segment of this number or a higher one was published;
                 `math.inf`: if somebody writes.
         """
-        with self.locked():
-            self.refresh_settings()
-            listed, next_seq = self.segments(), self.folder.read_record().next_seq
+        with self.looking():
+            listed = self.segments()
+            next_seq = self._next_seq(listed)
             left_out: list[SegmentInfo] = []
-            if yields_since is not None and (next_seq > yields_since or self.usage.somebody_writes()):
+            may_yield = yields_since is not None and not self.is_frozen
+            if may_yield and (next_seq > (yields_since or 0) or self.usage.somebody_writes()):
                 count = self._headroom_segments(listed)
                 listed, left_out = listed[count:], listed[:count]
             if not listed:
                 return Leased([], None, next_seq, 0)
-            lease = Lease(self.folder.lease_lock, listed[0].seq, listed[-1].seq)
+            lease = self.lease_on(listed)
         if where is not None:
             try:
                 listed = [segment for segment in listed if where(segment)]
@@ -584,6 +670,19 @@ class Store:
             lease.is_ending = True
             return Leased(there, lease, next_seq, 0)
 
+    def lease_on(self, segments: Sequence[SegmentInfo]) -> Lease:
+        """Lease from the first of some segments to the last; without a lock, if the cache is frozen.
+
+        Raises: OSError: as `Lease`.
+        """
+        kind = FrozenLease if self.is_frozen else Lease
+        return kind(self.folder.lease_lock, segments[0].seq, segments[-1].seq)
+
+    def _next_seq(self, listed: Sequence[SegmentInfo]) -> int:
+        if not self.is_frozen:
+            return self.folder.read_record().next_seq
+        return listed[-1].seq + 1 if listed else 0
+
     def _headroom_segments(self, listed: list[SegmentInfo]) -> int:
         if not self.settings.headroom_bytes:
             return 0
@@ -604,7 +703,7 @@ class Store:
             covers: tells whether the lease is on the segment of a number.
         Takes no lock. Raises: OSError: the folder is gone.
         """
-        since = self.folder.waiting_since()
+        since = None if self.is_frozen else self.folder.waiting_since()
         if since is None:
             return 0.0
         listed = self.segments()
@@ -617,7 +716,6 @@ class Store:
 
     def evict_beyond_capacity(self) -> None:
         """Shrink the folder to the capacity, after a power cut brought files back; under cache.lock."""
-        self.refresh_settings()
         self._fit(self.settings.capacity_bytes, 0, "")
 
     def drop_quarantined(self, limit_bytes: int | None = None) -> int:
@@ -668,7 +766,6 @@ class Store:
 
         Raises: CacheFullError: what is leased leaves no room; nothing was evicted then.
         """
-        self.refresh_settings()
         block = os.statvfs(self.folder.path).f_frsize
         needed = -(-nbytes // block) * block + block  # its folder may grow
         self._fit(self.settings.capacity_bytes, needed, f"a file of {format_bytes(nbytes)}")
@@ -741,7 +838,6 @@ class Store:
         if why and capacity_bytes > self.settings.capacity_bytes:
             warn(why)  # first: as an error it changes nothing
         with self.locked():
-            self.refresh_settings()
             settings = self.settings.with_capacity(capacity_bytes)
             require_capacity(settings, is_new=False)
             self._end_idle_leases(self.segments())
@@ -770,8 +866,7 @@ class Store:
         Raises: LockTimeoutError, OSError: as `locked`.
         """
         self.segments()  # known before the lock is taken: who only looks keeps nobody waiting
-        with self.locked(timeout_seconds):
-            self.refresh_settings()
+        with self.looking(timeout_seconds):
             listed = self.segments()
             leased = self.leased(listed)
             usage = self.usage.record()
@@ -781,18 +876,24 @@ class Store:
             if self.settings.dataset is not None:
                 items = self.settings.dataset.length
                 cached_items = min(items, sum(segment.rows for segment in each_once(listed)))
+            published_bytes = sum(segment.allocated_bytes for segment in listed)
+            allocated_bytes, incoming_bytes, quarantined, waiting_writers = published_bytes, 0, 0, 0
+            if not self.is_frozen:  # a copy may lack the folders
+                allocated_bytes, incoming_bytes = self.allocated_bytes(listed), self.folder.incoming_bytes()
+                quarantined = len(self.folder.quarantined_names())
+                waiting_writers = self.folder.locked_incoming(WAIT)
             stats = CacheStats(
                 capacity_bytes=self.settings.capacity_bytes,
-                allocated_bytes=self.allocated_bytes(listed),
-                published_bytes=sum(segment.allocated_bytes for segment in listed),
-                incoming_bytes=self.folder.incoming_bytes(),
+                allocated_bytes=allocated_bytes,
+                published_bytes=published_bytes,
+                incoming_bytes=incoming_bytes,
                 leased_bytes=sum(segment.allocated_bytes for segment in leased),
                 segments=len(listed),
                 rows=int(rows.sum()),
                 oldest_seq=listed[0].seq if listed else None,
-                next_seq=self.folder.read_record().next_seq,
-                quarantined=len(self.folder.quarantined_names()),
-                waiting_writers=self.folder.locked_incoming(WAIT),
+                next_seq=self._next_seq(listed),
+                quarantined=quarantined,
+                waiting_writers=waiting_writers,
                 inserted_rows=usage.inserted_rows,
                 served_rows=usage.served_rows,
                 evicted_segments=usage.evicted_segments,
@@ -810,11 +911,13 @@ class Store:
         """Segments of a lower seq may have lost their bytes: check them before their first use."""
         if self.check_bytes:
             return 2**63 - 1
-        return 0 if self.settings.durable else self.folder.read_record().suspect_below
+        if self.settings.durable or self.is_frozen:
+            return 0
+        return self.folder.read_record().suspect_below
 
     def leased(self, listed: list[SegmentInfo]) -> list[SegmentInfo]:
         """Listed segments that anybody leases. Asks the kernel a few times, not once for each."""
-        if not listed:
+        if not listed or self.is_frozen:
             return []
         todo, locked = [range(listed[0].seq, listed[-1].seq + 1)], []
         with LockFile(self.folder.lease_lock) as file:

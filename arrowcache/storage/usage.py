@@ -5,10 +5,13 @@ never synced: a process that is killed leaves what it had counted; a power cut m
 cannot be written, as on a full disk, is not counted: no publish and no epoch fails for a statistic. The
 disk gets the counts of evicted segments back, a page at a time.
 
-Two bytes far behind the counts are signs, share-locked until who shows one ends or dies: one by each loader
+Some bytes far behind the counts are signs, share-locked until who shows one ends or dies: one by each loader
 that waits, so that samplers know; one by each writer that is open and each pool with tasks left, so that
-loaders know. Of those behind them each is of one epoch, and locked by the rank that chooses its rows; or of
-one rank, and share-locked by it while it waits.
+loaders know; and for who freezes the cache, one by each process with annotations to be written, and one by
+each epoch that draws by weights. Of those behind them each is of one epoch, and locked by the rank that
+chooses its rows; or of one rank, and share-locked by it while it waits.
+
+Of a frozen cache nothing is counted or shown.
 """
 
 from __future__ import annotations
@@ -25,11 +28,17 @@ from xxhash import xxh3_64_intdigest
 
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import USAGE_COUNTS, USAGE_SEQS, SegmentInfo, UsageRecord
-from arrowcache.storage.locks import LockFile
+from arrowcache.storage.locks import LockFile, holder_names
 
 _COUNT = np.dtype("<u4")
 _MAX_COUNT = 2**32 - 1
 _LOADER_WAITS, _SOMEBODY_WRITES = 2**62, 2**62 + 1  # the bytes that are signs
+_SOMEBODY_NOTES, _SOMEBODY_WEIGHS = 2**62 - 1, 2**62 - 2
+_IN_THE_WAY = {  # of a freeze
+    _SOMEBODY_WRITES: "writes, or has a writer or a pool open",
+    _SOMEBODY_NOTES: "has annotations to be written",
+    _SOMEBODY_WEIGHS: "reads an epoch by weights",
+}
 _EPOCHS = 2**62 + 2  # the bytes from here on are of epochs, and of ranks that wait
 _PAGE_COUNTS = 4096 // _COUNT.itemsize
 
@@ -37,8 +46,8 @@ _PAGE_COUNTS = 4096 // _COUNT.itemsize
 class Usage:
     """The counts of one cache. What changes them is called with cache.lock held."""
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(self, folder: Folder, *, is_frozen: bool = False) -> None:
+        self._folder, self._is_frozen = folder, is_frozen
 
     def record(self) -> UsageRecord:
         """The totals; all zero where they cannot be read."""
@@ -132,6 +141,20 @@ class Usage:
         except OSError:
             return True
 
+    def show_noting(self) -> ExitStack:
+        """Show that annotations wait to be written, as `show_writing`."""
+        return self._show(_SOMEBODY_NOTES)
+
+    def show_weighing(self) -> ExitStack:
+        """Show that an epoch draws by weights, as `show_writing`."""
+        return self._show(_SOMEBODY_WEIGHS)
+
+    def in_the_way(self) -> Iterator[str]:
+        """Say who does what a freeze does not allow. Raises: OSError: it cannot be told."""
+        for sign, does in _IN_THE_WAY.items():
+            if self._is_shown(sign):
+                yield f"{holder_names(self._folder.usage, sign)} {does}"
+
     @contextmanager
     def alone(self, name: str) -> Iterator[bool]:
         """Be the only one meanwhile who chooses the rows of the epoch of this name, in any process.
@@ -157,11 +180,14 @@ class Usage:
 
     def _show(self, sign: int) -> ExitStack:
         shown = ExitStack()
-        with suppress(OSError):
-            shown.enter_context(LockFile(self._folder.usage)).try_range(sign, 1, exclusive=False)
+        if not self._is_frozen:
+            with suppress(OSError):
+                shown.enter_context(LockFile(self._folder.usage)).try_range(sign, 1, exclusive=False)
         return shown
 
     def _is_shown(self, sign: int) -> bool:
+        if self._is_frozen:
+            return False
         with LockFile(self._folder.usage) as file:
             return file.conflict(sign, 1) is not None
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from arrowcache.arrow import segment as segment_file
 from arrowcache.arrow.segment import structure_spans
-from arrowcache.errors import CorruptSegmentError, warn
+from arrowcache.errors import CacheFrozenError, CorruptSegmentError, warn
 from arrowcache.storage import layout
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.lease import Lease
 from arrowcache.storage.locks import LockFile
 from arrowcache.storage.mapping import FileMapping, is_readable
 from arrowcache.storage.notes_log import MARKS
@@ -86,17 +86,21 @@ def check_file(
 def quarantine(store: Store, segment: SegmentInfo, error: CorruptSegmentError) -> bool:
     """Move a damaged segment out of sight, unless another reader still leases it; warns.
 
+    One of a frozen cache stays, without a warning: its error ends the epoch.
+
     Nothing of it may be mapped here, and no lease of this process may cover it any more. One that
     is only unreadable is warned of.
     Returns: True if it moved. Otherwise a later reader or `verify` finds it again.
     """
     moved, action = False, "left out"
+    if store.is_frozen:
+        return False
     if not isinstance(error, UnreadableSegmentError):
         try:
             moved, action = _isolate(store, segment, str(error))
         except FileNotFoundError:
             raise  # there is no cache any more
-        except OSError as why:  # such as a read-only disk: others can be read
+        except (OSError, CacheFrozenError) as why:  # such as a read-only disk: others can be read
             action = f"left out, since it could not be quarantined ({why})"
     warn(f"segment {segment.name} {action}: {error}")
     return moved
@@ -128,21 +132,26 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
     Returns: the problems, empty when all is well; damaged segments are quarantined if `repair`, those
         that cannot be read for another reason stay.
     Raises: OSError: this process has too little memory, too many files open, or no right to read one; that is
-        no damage.
+        no damage. CacheFrozenError: `repair`, of a frozen cache.
     """
     folder = store.folder
     problems = []
+    if repair and store.is_frozen:
+        raise CacheFrozenError(
+            f"{folder.path} is frozen, and is not repaired: check it by cache.verify(repair=False), or call "
+            "cache.thaw() first"
+        )
     store.look_anew()
     store.segments()  # each file, without keeping anybody waiting
-    with store.locked():
-        store.refresh_settings()
+    with store.locked() if repair else store.looking():
         if repair:
             folder.sweep()
         listed = store.segments()
         names = {segment.name for segment in listed}
-        allocated = store.allocated_bytes(listed)
-        capacity = store.settings.capacity_bytes
-        record = folder.read_record()
+        capacity, record = store.settings.capacity_bytes, layout.LockRecord(layout.MAX_SEQ)
+        allocated = 0
+        if not store.is_frozen:
+            allocated, record = store.allocated_bytes(listed), folder.read_record()
         is_behind = bool(listed) and listed[-1].seq >= record.next_seq
         if is_behind and repair:
             folder.write_record(replace(record, next_seq=listed[-1].seq + 1))
@@ -160,6 +169,13 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
     for segment in listed:
         if segment.task and tasks.setdefault(segment.task, segment.name) != segment.name:
             problems.append(Problem(segment.name, f"repeats the task of {tasks[segment.task]}"))
+    return [*problems, *verify_segments(store, listed, repair=repair)]
+
+
+def verify_segments(store: Store, segments: Sequence[SegmentInfo], *, repair: bool = True) -> list[Problem]:
+    """Check the structure and bytes of segments. Blocks, returns, raises: as `verify`."""
+    problems = []
+    for segment in segments:
         if (error := _verify_segment(store, segment)) is not None:
             problems.append(Problem(segment.name, str(error)))
             if repair:
@@ -169,7 +185,7 @@ def verify(store: Store, *, repair: bool) -> list[Problem]:
 
 def _verify_notes(store: Store, *, repair: bool) -> list[Problem]:
     problems = []
-    with store.locked():
+    with store.locked() if repair else store.looking():
         for file in store.folder.note_files():
             if not file.fits(store.folder.read_note(file)):
                 what = "which rows are excluded and tagged" if file.kind == MARKS else "annotations"
@@ -180,10 +196,10 @@ def _verify_notes(store: Store, *, repair: bool) -> list[Problem]:
 
 
 def _verify_segment(store: Store, segment: SegmentInfo) -> CorruptSegmentError | None:
-    with store.locked():
+    with store.looking():
         if store.folder.segment_info(segment.name) is None:
             return None  # evicted meanwhile
-        lease = Lease(store.folder.lease_lock, segment.seq, segment.seq)
+        lease = store.lease_on([segment])
     try:
         return _check_mapped(store, segment)  # has unmapped it when it returns
     finally:

@@ -62,7 +62,7 @@ class Writer:
         self._flusher: threading.Thread | None = None
         self._wake: SimpleQueue[object] = SimpleQueue()  # unlike a condition, whole wherever Ctrl-C comes
         self._origin = Origin()
-        self._sign = store.usage.show_writing()  # loaders see it until this ends or is gone
+        self._sign = store.show_writing()  # loaders see it until this ends or is gone
 
     def append(self, sample: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         """Append one sample, given as keyword arguments or as one mapping.

@@ -70,7 +70,7 @@ class Intake:
             CacheFullError also: this process leases segments that would have to be evicted.
         """
         try:
-            with self._store.usage.show_writing():
+            with self._store.show_writing():
                 self._watch([self._launch(number) for number in range(len(self._shares))])
         except (ArrowCacheError, ValueError) as error:
             self._group.close()

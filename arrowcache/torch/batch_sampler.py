@@ -209,7 +209,8 @@ class EpochRows(Iterator[list[int]]):
         """
         if self._owned is not None:
             return self._sampler._made.to_state(self._owned.remaining())
-        self._told_before.update(self._sampler._epochs.planned.to_state())
+        epochs = self._sampler._epochs
+        self._told_before.update(epochs.to_state(epochs.planned))
         return self._told_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

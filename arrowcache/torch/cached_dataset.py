@@ -81,6 +81,7 @@ _FILLS = 0  # seeds of workers that fill; those of a loader's begin with another
 _fills = itertools.count()
 _TURN_SECONDS = IDLE_SECONDS + 0.5  # in which processes that read no more end their leases
 _TRY_SECONDS = 0.05
+_FROZEN = "the cache is frozen: items that are missing are made, and not stored"
 
 _UNUSABLE = (OSError, LockTimeoutError)
 
@@ -312,7 +313,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         capacity = self._spec.settings.capacity_bytes
         try:
             store = self._opened()
-            if store.settings.capacity_bytes != capacity:
+            if store.settings.capacity_bytes != capacity and not store.is_frozen:
                 store.resize(capacity)
         except (FileExistsError, NotADirectoryError):
             raise
@@ -408,14 +409,15 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader, settings = self.reader_here(), self._spec.settings
         cached = published_bytes = 0
         hits, made, left_out = self._counts.sum(0).tolist()
-        capacity_bytes, is_full = settings.capacity_bytes, False
+        capacity_bytes, is_full, trouble = settings.capacity_bytes, False, ""
         if reader is not None:
             cached = reader.cached
             try:
                 store = self._opened()
                 cache = store.stats()
                 published_bytes, capacity_bytes = cache.published_bytes, cache.capacity_bytes
-                is_full = cached < len(self) and not store.has_room()
+                is_full = cached < len(self) and not store.has_room() and not store.is_frozen
+                trouble = _FROZEN if store.is_frozen and cached < len(self) else ""
             except (ArrowCacheError, OSError) as error:
                 self._backoff.note(error)
         return CachedStats(
@@ -426,7 +428,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
             is_full,
             hits,
             made,
-            self._backoff.why,
+            self._backoff.why or trouble,
             left_out,
         )
 
@@ -442,7 +444,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 for a store, and that may be asked by several threads at once. Many are not made for that.
         Blocks: until it is done, or the cache is full.
         Returns: the number of items in the cache.
-        Raises: the error of the dataset inside.
+        Raises: the error of the dataset inside. CacheFrozenError: items are missing from a frozen cache.
         """
         workers = parse_count(workers, "workers", least=0)
         reads = parse_count(reads, "reads", most=MAX_READS)
@@ -452,6 +454,8 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.publisher.flush()
         missing = reader.missing
         reader.publisher.drain()
+        if len(missing):
+            self._opened().require_thawed()
         workers = min(workers, len(missing))
         filling = _Filling(self, missing, reads)
         with starting_workers(workers):
@@ -488,7 +492,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         Returns: the number of items that left.
         """
         reader = self.reader_here()
-        if reader is None or not self._spec.replace or not self.stats().is_full:
+        if reader is None or not self._spec.replace or not self.stats().is_full:  # nor is a frozen one
             return 0
         reader.publisher.drain()
         store, deadline = self._opened(), time.monotonic() + _TURN_SECONDS
@@ -585,6 +589,9 @@ def cached(
       a state of its own is refused;
     - a batch lies in memory in C's order, and has ints as int64, as default_collate does; those of a column
       of uint64, as of a first item of 2**63 or more, as uint64.
+
+    A cache that was frozen (`train.cache.freeze()`) is read, also where it is read-only; its items that are
+    missing are made, and not stored.
 
     Args:
         dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed
 
-from arrowcache.reading.options import LoaderOptions, RankInfo, rank_info
+from arrowcache.reading.options import LoaderOptions, RankInfo
 
 
 def rank_now() -> tuple[int, int] | None:
@@ -25,5 +25,5 @@ def membership_now(options: LoaderOptions, *, begins: bool = True) -> RankInfo |
     """
     is_given = options.rank is not None or options.world_size is not None
     if not is_given and (now := rank_now()) is not None:
-        return rank_info(*now, options.run_id)
+        return options.rank_info_of(*now)
     return options.rank_info if begins or is_given else None

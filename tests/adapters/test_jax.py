@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DEADLINE_SECONDS, make_cache, segment_files, wait_until
+from helpers import DEADLINE_SECONDS, make_cache, publish, segment_files, wait_until
 from quick import first_is_quick
 from reader_contract import IDS, Contract, Face, ids_of
+from tracing import writes_and_locks
 
 pytest.importorskip("jax", reason="JAX is not installed: make test-jax")
 
@@ -348,3 +349,21 @@ def test_processes_of_one_mesh_read_disjoint_rows_as_global_arrays(cache):
     found = [[*map(int, said(rank))] for rank in ranks]
     assert [len(each) for each in found] == [80, 80]
     assert sorted(found[0] + found[1]) == IDS
+
+
+@pytest.mark.slow
+def test_a_frozen_cache_on_a_read_only_mount_is_read_without_a_write_or_a_lock(tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 4)
+    cache.freeze()
+    code = """
+        import sys
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        from arrowcache.jax import Loader
+
+        with Loader(sys.argv[1], 8) as loader:
+            assert len([*loader]) == 8
+        """
+    assert writes_and_locks(code, cache.path) == []

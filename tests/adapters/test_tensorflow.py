@@ -24,6 +24,7 @@ from tensorflow_backends import (
     make_cache,
     publish,
 )
+from tracing import writes_and_locks
 
 import arrowcache as ac
 from arrowcache.reading.columns import Values
@@ -268,3 +269,17 @@ def test_a_reader_for_another_tensorflow_says_what_goes_together(cache, monkeypa
 @every_backend
 def test_a_dataset_says_which_backend_it_has(cache, backend):
     assert dataset(cache, backend=backend).backend == backend
+
+
+@pytest.mark.slow
+def test_a_frozen_cache_on_a_read_only_mount_is_read_without_a_write_or_a_lock(cache):
+    cache.freeze()
+    code = """
+        import sys
+        from arrowcache.tensorflow import dataset
+
+        batches = dataset(sys.argv[1], 16)
+        for _ in range(2):
+            assert len([*batches]) == 10
+        """
+    assert writes_and_locks(code, cache.path) == []

@@ -43,8 +43,8 @@ FRAMEWORKS = {
     "pandas": ("explore",),
 }
 PUBLIC = [
-    "ArrowCacheError", "Binary", "Cache", "CacheFormatError", "CacheFullError", "CacheStats",
-    "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError",
+    "ArrowCacheError", "Binary", "Cache", "CacheFormatError", "CacheFrozenError", "CacheFullError",
+    "CacheStats", "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError",
     "MissingSegmentsError", "Pace", "PoolStats", "Problem", "Ragged", "RowId",
     "Rows", "SamplerError", "SamplerPool", "Schema", "SchemaError", "SegmentInfo",
     "Snapshot", "String", "Tensor", "Timestamp", "Values", "WorkerError", "Writer",

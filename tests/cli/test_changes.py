@@ -320,3 +320,31 @@ def test_a_table_in_a_terminal_has_sizes_that_people_read(tmp_path, monkeypatch,
     publish(cache, 3)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert "20.0 KiB" in call("evict", cache.path, 16 * KIB)[1]
+
+
+def test_freeze_and_thaw_say_what_is_held_and_a_frozen_cache_says_how_to_thaw_it(call, tmp_path):
+    cache = make_cache(tmp_path / "cache")
+    publish(cache, 2)
+    code, out, err = call("freeze", cache.path)
+    assert (code, err, table(out)["held now"][0]) == (OK, "", "32")
+    assert call("freeze", cache.path)[0] == OK  # again
+    frozen = json.loads(call("info", cache.path, "--json")[1])["frozen"]
+    assert frozen in table(call("info", cache.path)[1])["frozen"][0]
+    code, _, err = call("evict", cache.path, "1MiB")
+    assert code == WRONG
+    assert "is frozen, and does not change: write to another cache, or call arrowcache thaw first" in err
+    code, _, err = call("verify", cache.path)
+    assert code == WRONG
+    assert "check it by arrowcache verify --report-only, or call arrowcache thaw first" in err
+    assert call("verify", cache.path, "--report-only")[0] == OK
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, out, err = call("thaw", cache.path, "--json")
+    assert "warning: " in err
+    assert "may change from now on" in err
+    assert (code, json.loads(out)["held_now"]["rows"]) == (OK, 32)
+    assert json.loads(call("info", cache.path, "--json")[1])["frozen"] is None
+    with cache.writer():
+        code, _, err = call("freeze", cache.path)
+    assert code == WRONG
+    assert f"cannot be frozen: pid {os.getpid()} (" in err

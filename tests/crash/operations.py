@@ -120,6 +120,12 @@ def do_verify(cache: ac.Cache, twice: Twice) -> None:
     twice(cache.verify)
 
 
+def do_freeze_and_thaw(cache: ac.Cache, twice: Twice) -> None:
+    twice(cache.freeze)
+    with quiet():
+        twice(cache.thaw)
+
+
 def do_take(cache: ac.Cache, twice: Twice) -> None:
 
     def take() -> int:
@@ -279,6 +285,7 @@ OPERATIONS = {
     "evict": Operation(do_evict, 5, expected=frozenset({"rename", "unlink", "fcntl"}), evicts=True),
     "resize": Operation(do_resize, 20, expected=frozenset({"rename", "writev", "fsync"}), evicts=True),
     "quarantine": Operation(do_verify, 5, damaged=2, expected=frozenset({"rename", "create", "pwrite"})),
+    "freeze and thaw": Operation(do_freeze_and_thaw, expected=frozenset({"fsync", "rename", "writev"})),
     "verify": Operation(do_verify, expected=frozenset({"maps.open", "maps.map", "flock", "fcntl", "lstat"})),
     "take a task": Operation(do_take, 1, expected=frozenset({"create", "pread", "pwrite"})),
     "agree": Operation(do_agree, 5, expected=frozenset({"open", "link", "pread", "unlink"})),
@@ -315,6 +322,8 @@ def check_sound(path: Path, before: list[Path], operation: Operation, *, was_ful
         was_full: the disk was, which has a writer evict.
     """
     cache = ac.Cache.open(path)
+    with quiet():
+        cache.thaw()  # if it was killed in between
     assert os.listdir(path / "incoming") == [], "debris survived opening"
     assert os.listdir(path / "ranks") == [], "debris survived opening"
     assert disk_bytes(path) <= cache.stats().capacity_bytes

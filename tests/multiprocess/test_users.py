@@ -330,3 +330,36 @@ def test_a_query_says_what_may_not_be_read_and_calls_nothing_corrupt(shared):
     as_user(TWO, count, GROUP)
     max((shared / "segments").iterdir()).chmod(0o600)
     as_user(TWO, refused_too, GROUP)
+
+
+def test_a_frozen_cache_of_another_user_is_read_and_not_changed(place):
+    path = place / "cache"
+
+    def make() -> None:
+        cache = make_cache(path)
+        publish(cache, 4)
+        cache.tag([(0, 1)], "hard")
+        cache.freeze()
+
+    def read() -> None:
+        with ac.Cache.open(path) as cache:
+            for arguments, rows in (({}, 64), ({"rows": "hard", "drop_last": False}, 1)):
+                with ac.Loader(cache, 16, **arguments) as loader:
+                    assert len(ids_of(loader)) == rows
+            assert cache.stats().rows == 64
+            assert cache.verify(repair=False) == []
+            with pytest.raises(ac.CacheFrozenError, match="thaw"):
+                cache.tag([(0, 2)], "hard")
+            with pytest.raises(PermissionError, match=CHMOD):
+                cache.thaw()
+
+    def refuse() -> None:
+        with pytest.raises(PermissionError):
+            ac.Cache.open(path)
+
+    as_user(ONE, make)
+    as_user(STRANGER, refuse)
+    subprocess.run(["chmod", "-R", "a+rX", path], check=True)
+    before = state(path)
+    as_user(STRANGER, read)
+    assert state(path) == before

@@ -70,6 +70,8 @@ def storage(path: Path) -> None:
     assert_type(cache.verify(repair=True), list[ac.Problem])
     assert_type(cache.evict(nbytes="10GB"), int)
     cache.resize("400GB")
+    cache.freeze()
+    cache.thaw()
     assert_type(cache.path, Path)
     assert_type(cache.schema, ac.Schema)
     with cache as same:

@@ -55,7 +55,6 @@ from arrowcache.reading.workers.messages import (
 )
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import SegmentInfo
-from arrowcache.storage.lease import Lease
 from arrowcache.storage.store import Store
 
 Batch = dict[str, Any]
@@ -292,12 +291,11 @@ class BatchMaker:
         self._known = {segment.seq: segment for segment in segments}
         if self._slots.is_over(epoch) or not segments:
             return
-        span = self._store.folder.lease_lock, segments[0].seq, segments[-1].seq
         try:
-            lease = Lease(*span)  # nobody evicts segments that the main process leases
+            lease = self._store.lease_on(segments)  # nobody evicts segments that the main process leases
         except OSError:  # except those that it has released already
-            with self._store.locked():
-                lease = Lease(*span)
+            with self._store.looking():
+                lease = self._store.lease_on(segments)
         if self._slots.is_over(epoch):  # else the main process held its lease while this one was taken
             lease.close()
             return

@@ -1,6 +1,7 @@
-"""CachedDataset and `cached`: a map-style Dataset, read through a cache of its items on the local disk.
+"""CachedDataset and `cached`: a Dataset, read through a cache of its items on the local disk.
 
-`CachedDataset` has the length and the items of the dataset inside. An item that is in the cache is gathered
+`CachedDataset` is of a map-style one; of a stream `cached` makes a CachedStream (cached_stream.py).
+It has the length and the items of the dataset inside. An item that is in the cache is gathered
 from there, a batch of items by one job; one that is missing is made by the dataset inside, in the process
 that asked, returned at once, and published for all processes of the machine. Order and shuffling are the
 user's.
@@ -494,8 +495,17 @@ def cached(
     - a batch lies in memory in C's order, and has ints as int64, as default_collate does; those of a column
       of uint64, as of a first item of 2**63 or more, as uint64.
 
+    Of a stream, which has no items by index, this returns a `CachedStream`: an IterableDataset of the same
+    items. Each pass gives, of each shard, what is stored from the cache, then what the stream has behind it,
+    and stores that as long as there is room. So a stream has to give the same items in the same order each
+    time: shuffle behind `cached`, or by `Loader(train)` once all is stored. Each shard is iterated over by
+    one rank and one worker of a DataLoader. A stream's first item is made here, and again in the first pass.
+
     Args:
-        dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
+        dataset: a map-style Dataset: `len`, and items by index. Else a stream: anything that can be iterated
+            over again, as an IterableDataset, or a function that returns an iterable anew. A stream of
+            Hugging Face has its own shards, and a WebDataset those of its URLs; any other is one shard. An
+            item is an array, a tensor, a number,
             text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
             dataclass of such, nested at will, or a mapping that derives from dict or UserDict, as
             OrderedDict, defaultdict, Counter, BatchEncoding and ModelOutput do; objects with all their
@@ -509,17 +519,21 @@ def cached(
             any mapping, a dict is kept.
         transform: called with each item, in the process that asks for it.
         schema: types of leaves by name, such as {"tokens": Ragged("int64")}, of values whose length differs.
-        replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
+        replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`. Not of a stream.
         on_error: "raise" an error where the dataset inside raises one, or gives None for an item. "skip" has
             `Loader(train)` and `fill` leave such an item out, and count it in their stats; each epoch tries
             it again. Accesses by index, as of a DataLoader, raise it in any case. A MemoryError, an item
             that does not fit the first, and errors of a transform are never skipped.
+        shards: functions, each of which returns an iterable of the items of one shard, anew at each call.
+            `dataset` is None then.
+        rank: rank of this process, of a stream. None means that of torch.distributed, if it is initialized.
+        world_size: number of ranks. None with `rank`.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made. The
         dataset has a `__getitems__` that gives other items than `dataset[index]`: then it is not asked.
-    Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
-        of another version, length, columns or classes. SchemaError: an item that no columns hold, or that
-        they would not give back as it was. ValueError: an argument that does not fit. CacheFullError: a
-        smaller capacity than before, which what other processes read does not fit.
+    Raises: TypeError: neither a map-style dataset nor a stream. CacheFormatError: the folder holds something
+        else, such as items of another version, length, columns or classes. SchemaError: an item that no
+        columns hold, or that they would not give back as it was. ValueError: an argument that does not fit.
+        CacheFullError: a smaller capacity than before, which what other processes read does not fit.
     """
     if isinstance(dataset, CachedDataset | CachedStream):
         inside = "dataset" if isinstance(dataset, CachedDataset) else "stream"

@@ -113,8 +113,9 @@ class StreamShards:
         if self.count < ranks and not self._has_warned:
             self._has_warned = True
             warn(
-                f"the stream has {format_count(self.count, 'shard')}, and there are {format_count(ranks, 'rank')}: "
-                f"{ranks - self.count} of them have no items: give it more shards, such as by shards="
+                f"the stream has {format_count(self.count, 'shard')}, and there are "
+                f"{format_count(ranks, 'rank')}: {ranks - self.count} of them have no items: give it more "
+                "shards, such as by shards="
             )
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)

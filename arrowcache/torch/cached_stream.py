@@ -38,6 +38,7 @@ from arrowcache.units import format_bytes, format_count, parse_count
 _FILLS = 2  # seeds of workers that fill a stream's cache begin with it
 _FILLED_AT_ONCE = 16  # items between two steps of the bar
 _NOTHING = object()
+_fills = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,8 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
 
         Returns: the number of items of the shard.
         """
-        first = min(at, stored) if is_storing else at
-        with closing(self._behind(shard, first, stored, reader)) as items:
+        first = min(at, stored)
+        with closing(self._behind(shard, first, reader)) as items:
             for position, item in enumerate(items, first):
                 put = None
                 if reader is not None:
@@ -187,15 +188,13 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
             raise self._another(shard, at - 1)
         return first
 
-    def _behind(
-        self, shard: int, first: int, stored: int, reader: ShardReader | None
-    ) -> Generator[Any, None, None]:
-        """Return the items of the stream from position `first` on.
+    def _behind(self, shard: int, first: int, reader: ShardReader | None) -> Generator[Any, None, None]:
+        """Return the items of the stream from position `first` on, before which all are stored.
 
         Raises: CacheFormatError: the item before it is in the cache, and the stream has another one there.
         """
         last: dict[str, Any] | None = None
-        if reader is not None and 0 < first <= stored:
+        if reader is not None and first:
             positions, columns = reader.read(shard, first - 1, first)
             if len(positions):
                 last = self.form.row_of_chosen(self.form.items(columns)[0])
@@ -285,7 +284,7 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
                 _Filling(self),
                 batch_size=None,
                 num_workers=workers,
-                generator=seeds_of_workers(_FILLS, id(self) % 2**31),
+                generator=seeds_of_workers(_FILLS, next(_fills)),
                 multiprocessing_context="fork" if workers else None,
             )
             counts = iter(making)

@@ -5,8 +5,9 @@ URL of a WebDataset, or one of the user's own functions. Any other stream is one
 among ranks and workers here, so the stream does not see torch's worker info, by which it would divide itself
 once more.
 
-To begin within a shard, the stream's own state is used, of which one is noted each second; else its
-`skip(n)`; else it is iterated over. The user compares an item, as a stream's state may leave some out.
+To begin within a shard, the stream's own `skip(n)` is used; else its state, of which one is noted each
+second; else it is iterated over. A state comes second: that of a shuffled stream leaves items out, so the
+user compares one.
 """
 
 from __future__ import annotations
@@ -131,19 +132,19 @@ class StreamShards:
         raise ValueError("the stream is empty: its items' columns cannot be told")
 
     def ways(self, shard: int, first: int) -> Iterator[Generator[Any, None, None]]:
-        """Yield ways to iterate over a shard from item `first` on: the quickest first, the surest last.
+        """Yield ways to iterate over a shard from item `first` on: the surest last.
 
         One that gives no items came to the end of the shard before. Raises: what the stream raises.
         """
-        states = [each for each in self._states.get(shard, ()) if each[0] <= first]
         stream = self._opened(shard)
-        if states and first:
+        states = [each for each in self._states.get(shard, ()) if 0 < each[0] <= first]
+        if first and callable(skip := getattr(stream, "skip", None)):
+            yield self._items(shard, skip(first), first, first)
+            stream = self._opened(shard)
+        elif states:
             position, state = states[-1]
             stream.load_state_dict(copy.deepcopy(state))
             yield self._items(shard, stream, position, first)
-            stream = self._opened(shard)
-        if first and callable(skip := getattr(stream, "skip", None)):
-            yield self._items(shard, skip(first), first, first)
             stream = self._opened(shard)
         yield self._items(shard, stream, 0, first)
 

@@ -74,6 +74,7 @@ class Limits:
     publish_seconds: float = 60.0  # that an item waits for a full segment
     parts_seconds: float = 2.0  # between two looks for small segments to merge, and merged ones to remove
     backoff_seconds: float = 30.0  # that nothing is stored after a failure
+    state_seconds: float = 1.0  # between two states that are noted of a stream
     left_segments: int = 64  # that left, beyond as many as are there, until the others are renumbered
 
     # frameworks and sources

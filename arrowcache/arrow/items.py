@@ -344,6 +344,14 @@ def shown(name: str) -> str:
     return repr(name) if name else "the item"
 
 
+def is_map_style(dataset: object) -> bool:
+    """True if a dataset has a length, and items by index. A stream may have a length."""
+    getter = getattr(type(dataset), "__getitem__", None)
+    named = getattr(getter, "__module__", ""), getattr(getter, "__qualname__", "")
+    is_torchs_own = named == ("torch.utils.data.dataset", "Dataset.__getitem__")  # which raises
+    return hasattr(dataset, "__len__") and getter is not None and not is_torchs_own
+
+
 def item_of(dataset: Any, index: int) -> Any:
     """Return dataset[index]. Raises: as `called`, which names the item."""
     return called(f"item {index} of the dataset", operator.getitem, dataset, index)

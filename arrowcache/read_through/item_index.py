@@ -108,8 +108,13 @@ class ItemIndex:
         assert isinstance(indices, np.ndarray)
         within = np.arange(len(segments)) - (np.cumsum(counts) - counts)[segments]
         places = seen + segments << _ROW_BITS | within
-        is_item = (indices >= 0) & (indices < len(self._places))
-        return indices[is_item], places[is_item]
+        numbers = self._numbers_of(indices)
+        is_item = numbers >= 0
+        return numbers[is_item], places[is_item]
+
+    def _numbers_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which item each value (n,) of the column is, or -1: none. Items that are new get a place."""
+        return np.where(indices < len(self._places), indices, -1)
 
     def _forget(self, firsts: NDArray[np.int64]) -> None:
         """Give items of segments that left the places of their copies, if there are some."""

@@ -32,6 +32,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -97,9 +98,7 @@ class Publisher:
         assert store.settings.dataset is not None
         self._origin = Origin()
         self._store, self._index, self._backoff = store, index, backoff
-        file_mode, length = store.folder.rights().file_mode, store.settings.dataset.length
-        path = store.folder.path / CLAIMS_LOCK
-        self._claims = NoClaims() if store.is_frozen else Claims(path, file_mode, length)
+        self._claims = self._open_claims(store.folder.path / CLAIMS_LOCK, store.folder.rights().file_mode)
         self._filling: SegmentBuilder | None = None  # the segment in progress
         self._full: SegmentBuilder | None = None  # the one before, until it is published
         self._writing = threading.RLock()  # held while a segment is written; never together with `lock`
@@ -196,6 +195,29 @@ class Publisher:
             while are_held() and time.monotonic() < deadline:
                 time.sleep(_STEP_SECONDS)
 
+    def _open_claims(self, path: Path, mode: int) -> Claims:
+        assert self._store.settings.dataset is not None
+        return (
+            NoClaims() if self._store.is_frozen else Claims(path, mode, self._store.settings.dataset.length)
+        )
+
+    def _claim_of(self, index: int) -> int:
+        """Return the number of an item's claim."""
+        return index
+
+    def _may_take(self, index: int) -> bool:  # noqa: ARG002  # of a stream some may not
+        """True if an item may be taken in, now that this process has its claim."""
+        return True
+
+    def _took(self, index: int) -> None:
+        """Note that an item was taken in."""
+
+    def _release_published(self) -> None:
+        """End claims of items that are published."""
+        if held := self._claims.held:
+            claimed = np.fromiter(held, np.int64, len(held))
+            self._claims.release(claimed[self._index.rows_of(claimed) >= 0].tolist())
+
     # what is put
 
     def put(self, index: int, row: Mapping[str, Any]) -> None:
@@ -211,8 +233,10 @@ class Publisher:
         """Take in an item. Returns: False: the segment is full, and the one before is not written yet."""
         with self.lock:
             self.touch()
-            with self._storing():
-                if self._filling is None:
+            if not self._may_take(index):
+                return True
+            if self._filling is None:
+                with self._storing():
                     self._filling = SegmentBuilder(self._store.settings.form, LARGER_SEGMENTS_OF_ITEMS)
             builder = self._filling
             if builder is None or self._is_closed:
@@ -221,12 +245,13 @@ class Publisher:
                 rows = builder.convert({**row, INDEX: np.array(index)}, many=False)
             except RowTooLargeError as error:
                 with suppress(OSError):
-                    self._claims.release([index])
+                    self._claims.release([self._claim_of(index)])
                 warn(f"item {index} is not stored, but made each time: {error}")
                 return True
             with self._storing():
                 if not builder.take(rows, 0):
                     return self._hand_over() and self._take(index, row)
+                self._took(index)
                 if builder.rows == 1:
                     self._oldest = time.monotonic()
                     self._wake.put(None)  # from now on somebody may wait for it
@@ -277,9 +302,8 @@ class Publisher:
         Raises: as `ItemIndex.refresh`.
         """
         self._have_thread()  # which ends the lease
-        if self._index.refresh() and (held := self._claims.held):
-            claimed = np.fromiter(held, np.int64, len(held))
-            self._claims.release(claimed[self._index.rows_of(claimed) >= 0].tolist())
+        if self._index.refresh():
+            self._release_published()
 
     def _merge(self) -> None:
         """Merge small segments once, if there are many. Raises nothing; waits for no other process."""
@@ -308,7 +332,7 @@ class Publisher:
         with self.lock:
             if self._is_empty:
                 with suppress(OSError):
-                    self._claims.release(self._claims.held)  # those that Ctrl-C left
+                    self._claims.release(self._claims.left)
             self._latest, self._must_end = -IDLE_SECONDS, True
             self._sleep()
             thread = self._thread

@@ -87,12 +87,19 @@ class ReadThrough:
         all_counts = np.zeros((1, 3), np.int64) if counts is None else counts
         self._counts = all_counts[random.SystemRandom().randrange(len(all_counts))]
         self._store, self._names, self._backoff = store, tuple(names), backoff
-        self._index = ItemIndex(store, store.settings.dataset.length)
-        self.publisher = Publisher(store, self._index, backoff)
+        self._index = self._new_index()
+        self.publisher = self._new_publisher()
         self._lock = self.publisher.lock
         self._slots = Slots(Columns.of(store.settings.schema, names).memory, _USUAL_ITEMS)
         self._make_seconds = self._call_seconds = 0.0  # recent means: of an item, of a call that makes some
         self.read_mode = self._index.read_mode  # tells whether items are in memory
+
+    def _new_index(self) -> ItemIndex:
+        assert self._store.settings.dataset is not None
+        return ItemIndex(self._store, self._store.settings.dataset.length)
+
+    def _new_publisher(self) -> Publisher:
+        return Publisher(self._store, self._index, self._backoff)
 
     # items that are there
 

@@ -11,6 +11,9 @@ process that merges segments, and by the one that evicts some between two epochs
 
 Two processes may both get an item that they claim within the same microseconds, and both make it then.
 A claim is advisory: any process may still make the item. The claim only decides which one publishes it.
+
+Of a stream the claims are of shards, a lock byte each, and no two processes have one. claims.lock has 8 bytes
+for each shard instead: 1 + the number of its items, once that is known, or 0.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from arrowcache.storage.folder import Folder
 from arrowcache.storage.layout import CLAIMS_LOCK
@@ -37,7 +43,9 @@ _IN_THE_WAY = {
     MERGING: "merges segments",
     TURNING_OVER: "replaces items",
 }
+_SHARDS = 2**61  # where the lock bytes of shards begin
 _NUMBER_BYTES = 4
+_LENGTH_BYTES = 8  # of a shard's number of items
 _MAX_NUMBER = 2**31 - 1
 _NOBODY = bytes(_NUMBER_BYTES)
 
@@ -63,6 +71,8 @@ def in_the_way(folder: Folder) -> Iterator[str]:
             for byte, does in _IN_THE_WAY.items():
                 if file.conflict(byte, 1) is not None:
                     yield f"{holder_names(path, byte)} {does}"
+            if (shard := file.conflict(_SHARDS, _SOMEBODY_WAITS - _SHARDS)) is not None:
+                yield f"{holder_names(path, shard.start)} stores a shard of a stream"
 
 
 class Claims:
@@ -119,6 +129,11 @@ class Claims:
     def held(self) -> frozenset[int]:
         """The items that this process has claimed."""
         return frozenset(self._held)
+
+    @property
+    def left(self) -> frozenset[int]:
+        """The claims that nobody ends who publishes, such as those that Ctrl-C left."""
+        return self.held
 
     def is_held_elsewhere(self, index: int) -> bool:
         """True if another process has claimed an item."""
@@ -182,3 +197,78 @@ class NoClaims(Claims):
 
     def close(self) -> None:
         pass
+
+
+class ShardClaims(Claims):
+    """The shards of a stream that this process stores, and how many items the shards have.
+
+    A shard's number of items is its end record: it is written once all of them are published. It is not
+    synced. One that a power cut took is written again by the next process that comes to the shard's end.
+
+    Args:
+        path, mode: as of `Claims`.
+        shards: their number.
+    Raises: OSError: as `Claims`.
+    """
+
+    def __init__(self, path: Path, mode: int, shards: int) -> None:
+        super().__init__(path, mode, shards * (_LENGTH_BYTES // _NUMBER_BYTES))
+        self._shards = shards
+
+    def claim(self, index: int) -> bool:
+        """Claim a shard. Returns: False: it is claimed already, here or elsewhere."""
+        if index in self._held or not self._file.try_range(_SHARDS + index, 1, exclusive=True):
+            return False
+        self._held.add(index)
+        return True
+
+    def release(self, indices: Iterable[int]) -> None:
+        """End claims of shards."""
+        for shard in self._held.intersection(indices):
+            self._held.discard(shard)
+            self._file.unlock_range(_SHARDS + shard, 1)
+
+    @property
+    def left(self) -> frozenset[int]:
+        """None: who iterates over a shard ends its claim."""
+        return frozenset()
+
+    def some_are_held_elsewhere(self) -> bool:
+        """False: nobody waits for who stores a shard."""
+        return False
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of items of each shard (shards,), or -1 where it is not known."""
+        return _lengths(os.pread(self._file.fd, self._shards * _LENGTH_BYTES, 0), self._shards)
+
+    def length(self, shard: int) -> int:
+        """Return the number of items of a shard, or -1: it is not known."""
+        data = os.pread(self._file.fd, _LENGTH_BYTES, shard * _LENGTH_BYTES)
+        return int.from_bytes(data, "little") - 1
+
+    def set_length(self, shard: int, length: int) -> None:
+        """Note the number of items of a shard, all of which are published."""
+        os.pwrite(self._file.fd, (length + 1).to_bytes(_LENGTH_BYTES, "little"), shard * _LENGTH_BYTES)
+
+
+class NoShardClaims(NoClaims):
+    """Those of a process that reads the frozen cache of a stream. Args: as of `ShardClaims`."""
+
+    def __init__(self, path: Path, shards: int) -> None:
+        super().__init__()
+        data = path.read_bytes() if path.exists() else b""  # which a copy may have left out
+        self._lengths = _lengths(data, shards)
+
+    def lengths(self) -> NDArray[np.int64]:
+        return self._lengths
+
+    def length(self, shard: int) -> int:
+        return int(self._lengths[shard])
+
+    def set_length(self, shard: int, length: int) -> None:
+        pass
+
+
+def _lengths(data: bytes, shards: int) -> NDArray[np.int64]:
+    nbytes = shards * _LENGTH_BYTES
+    return np.frombuffer(data[:nbytes].ljust(nbytes, b"\0"), "<i8").astype(np.int64) - 1

@@ -464,6 +464,9 @@ class Folder:
             if not self._is_unlocked(path := self.incoming / name) and path.exists():
                 names = " and ".join(map(str, flock_holders(path))) or "an unknown process"
                 yield f"{names} {'evicts' if name.endswith((layout.GONE, layout.FREED)) else 'writes'}"
+        for name in self._in_notes():
+            if name.endswith(layout.USED) and (holders := flock_holders(self.notes / name)):
+                yield f"{' and '.join(map(str, holders))} has the name {name.removesuffix(layout.USED)!r}"
         for record in self.held_ranks():
             names = " and ".join(map(process_name, layout.joined_pids(record)))
             yield f"{names} is in an epoch that ranks have agreed on"

@@ -25,7 +25,8 @@
   lease.lock    byte `seq` of it is share-locked by every reader of segment `seq`
   usage         a UsageRecord, and from byte USAGE_COUNTS on 4 bytes a segment: how many epochs read it
   claims.lock   of a dataset's cache: 4 bytes an item, the number of the process that makes or holds it,
-                which locks the byte of its number as long as it lives: see claims.py
+                which locks the byte of its number as long as it lives. Of a stream's: 8 bytes a shard,
+                1 + its items once all are stored, or 0; who stores it locks a byte: see claims.py
 
 How the format grows. A release refuses what it does not know as a newer format, and touches nothing: another
 version in cache.json; a key, or a value under a sound checksum, that it cannot read; and, beside cache.json,

@@ -33,6 +33,7 @@ _MAX_DEFAULT_BYTES = 64 << 20  # of a segment
 _SEGMENTS_OF_ITEMS = 64  # that the capacity of a dataset's cache holds
 _MIN_SEGMENTS_OF_ITEMS = 6  # if items are large
 _ITEMS = 4  # of the size of the first, that a segment holds
+MAX_SHARDS = 1 << 20  # of a stream
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,34 @@ class CachedItems:
     """The dataset whose items a cache holds.
 
     `length` is how many it has, `version` the user's name for its present content, and `values` the classes
-    of an item's values, and the modes of its images, as a text that is compared.
+    of an item's values, and the modes of its images, as a text that is compared. A stream has so many
+    `shards`, at least one, and no length: that is 0.
     """
 
     length: int
     version: str
     values: str = ""
+    shards: int = 0
 
     def __str__(self) -> str:
-        return f"{format_count(self.length, 'item')} of version {self.version!r}"
+        has = format_count(self.shards, "shard") if self.shards else format_count(self.length, "item")
+        return f"{has} of version {self.version!r}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads: of a dataset what releases before streams read, too."""
+        described = asdict(self)
+        del described["length" if self.shards else "shards"]
+        return described
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> CachedItems:
-        """Raises: KeyError, TypeError, ValueError: not what `dataclasses.asdict` gives."""
-        texts = [described["version"], described["values"]]
-        if len(described) != 3 or not all(isinstance(text, str) for text in texts):
+        """Raises: KeyError, TypeError, ValueError: not what `to_json` gives."""
+        version, values = described["version"], described["values"]
+        if len(described) != 3 or not isinstance(version, str) or not isinstance(values, str):
             raise ValueError(f"a dataset of {described!r}")
-        return cls(parse_count(described["length"], "length", 1, MAX_BYTES), *texts)
+        if "shards" in described:
+            return cls(0, version, values, parse_count(described["shards"], "shards", 1, MAX_SHARDS))
+        return cls(parse_count(described["length"], "length", 1, MAX_BYTES), version, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +214,7 @@ class Settings:
         if self.pace is not None:
             record["pace"] = self.pace.to_json()
         if self.dataset is not None:
-            record["dataset"] = asdict(self.dataset)
+            record["dataset"] = self.dataset.to_json()
         if self.frozen is not None:
             record["frozen"] = asdict(self.frozen)
         return json.dumps(record | {"checksum": _checksum(record)}, indent=1)

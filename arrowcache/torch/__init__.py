@@ -3,6 +3,7 @@
 try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
     from arrowcache.torch.cached_dataset import CachedDataset, CachedStats, cached
+    from arrowcache.torch.cached_stream import CachedStream, StreamStats
     from arrowcache.torch.dataset import CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.loader import CachedLoader, Loader
@@ -17,11 +18,13 @@ __all__ = [
     "CachedDataset",
     "CachedLoader",
     "CachedStats",
+    "CachedStream",
     "DevicePrefetcher",
     "EpochBatchSampler",
     "Loader",
     "PackedLoader",
     "PrefetcherStats",
+    "StreamStats",
     "cached",
     "dataloader",
     "packed",

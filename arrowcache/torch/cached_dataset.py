@@ -1,6 +1,7 @@
-"""CachedDataset and `cached`: a map-style Dataset, read through a cache of its items on the local disk.
+"""CachedDataset and `cached`: a Dataset, read through a cache of its items on the local disk.
 
-`CachedDataset` has the length and the items of the dataset inside. An item that is in the cache is gathered
+`CachedDataset` is of a map-style one; of a stream `cached` makes a CachedStream (cached_stream.py).
+It has the length and the items of the dataset inside. An item that is in the cache is gathered
 from there, a batch of items by one job; one that is missing is made by the dataset inside, in the process
 that asked, returned at once, and published for all processes of the machine. Order and shuffling are the
 user's.
@@ -12,57 +13,51 @@ each epoch then makes the same share anew, and no more.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from multiprocessing.sharedctypes import RawValue
 from operator import index as as_index
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from arrowcache.arguments import face, instead
 from arrowcache.arrow.items import overrides_getitem_alone
-from arrowcache.arrow.schema import FieldType, Ragged, Schema, Tensor, difference
-from arrowcache.cache import Cache
+from arrowcache.arrow.schema import FieldType
 from arrowcache.display import Card, Facts, Part, Shown, printable
-from arrowcache.errors import ArrowCacheError, CacheFormatError, LockTimeoutError, SchemaError
-from arrowcache.lifetimes import Closable, finalizer, forgets_in_child
-from arrowcache.pickling import pickled, unpickled
+from arrowcache.errors import ArrowCacheError, SchemaError
 from arrowcache.progress import progress_bar
-from arrowcache.read_through.item_index import INDEX
-from arrowcache.read_through.publisher import IDLE_SECONDS, FailureBackoff
+from arrowcache.read_through.publisher import IDLE_SECONDS
 from arrowcache.read_through.read_through import LeftOut, Put, ReadThrough
-from arrowcache.reading.batch_source import STOPPED
+from arrowcache.read_through.shards import WholeReader
+from arrowcache.reading.options import parse_ranks
 from arrowcache.sampling.dispatcher import MAX_READS
 from arrowcache.sampling.task import require_policy
 from arrowcache.storage.claims import TURNING_OVER, the_only_one
-from arrowcache.storage.recovery import create_store, is_free, open_store
-from arrowcache.storage.settings import CachedItems, Settings, require_share, settings_of_items
+from arrowcache.storage.settings import CachedItems, require_share
 from arrowcache.storage.store import Store
-from arrowcache.torch.codecs import ExactForm
+from arrowcache.torch.cached_stream import CachedStream, cached_stream
 from arrowcache.torch.collation import batch_of, collated, columns_of
+from arrowcache.torch.item_cache import ItemCache, kept, require_texts, spec_of
 from arrowcache.torch.item_source import ItemSource, Unwanted
-from arrowcache.torch.lazy_batch import shared_numbers
 from arrowcache.torch.randomness import seeds_of_workers
+from arrowcache.torch.stream_shards import StreamShards, WholeStream, is_stream
 from arrowcache.torch.worker_processes import end_workers, starting_workers
 from arrowcache.units import (
     format_bytes,
     format_count,
     format_share,
-    parse_bytes,
     parse_count,
-    require_function,
 )
 
 _IN_LOADER = "an item has no batches: give it to Loader(train, batch_size, ...) or DataLoader(train, ...)"
@@ -74,16 +69,12 @@ _INSTEAD = {
     **instead("headroom", say="nothing is evicted but by replace=, so leave it out"),
     **instead("exist_ok", "overwrite", say="a cache of this dataset is opened, another one is refused"),
 }
-_COUNTING = 4096  # rows of counts, one of which a process has; many, so that few share one
 _FILLED_AT_ONCE = 8  # items, for each that is made at a time
 _CLAIMED_AHEAD = 4  # likewise: threads find something to do until the last of them
 _FILLS = 0  # seeds of workers that fill; those of a loader's begin with another number
 _fills = itertools.count()
 _TURN_SECONDS = IDLE_SECONDS + 0.5  # in which processes that read no more end their leases
 _TRY_SECONDS = 0.05
-_FROZEN = "the cache is frozen: items that are missing are made, and not stored"
-
-_UNUSABLE = (OSError, LockTimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +121,7 @@ class CachedStats(Shown):
         return [Facts(facts)]
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """The arguments of `cached`, checked, with the form of an item: what travels to a worker."""
-
-    source: ItemSource
-    path: Path
-    settings: Settings
-    form: ExactForm
-    transform: Callable[[Any], Any] | None
-    replace: float
-
-
-class CachedDataset(Shown, Closable, Dataset[Any]):
+class CachedDataset(ItemCache[ReadThrough], Dataset[Any]):
     """A Dataset of the same length and items as the one inside, read through a cache. Made by `cached`.
 
     Any number of DataLoader workers, ranks and jobs of this machine share the cache. Each access gives new
@@ -150,20 +129,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
     Pickles as its arguments; the dataset inside has to pickle where DataLoader workers are not forked.
     """
 
-    def __init__(self, spec: _Spec, counts: torch.Tensor | None = None) -> None:
-        self._spec = spec
-        self._counts = _shared_counts() if counts is None else counts  # shared with its workers
-        self._names = tuple(leaf.name for leaf in spec.form.leaves)
-        self._store: Store | None = None
-        self._reader: ReadThrough | None = None
-        self._backoff = FailureBackoff()
-        self._is_closed = False
-        self._lock = threading.RLock()  # while the cache is opened
-        forgets_in_child(self)
-
-    def forget_in_child(self) -> None:
-        """Have no reader: it is the parent's."""
-        self._reader, self._lock = None, threading.RLock()
+    _inside = "dataset"
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -171,25 +137,13 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         dataset: Dataset[Any] = self._spec.source.dataset
         return dataset
 
-    @property
-    def path(self) -> Path:
-        """The folder of the cache."""
-        return self._spec.path
-
     def __len__(self) -> int:
-        return self._spec.source.length
+        length: int = self._spec.source.length
+        return length
 
     def __iter__(self) -> Iterator[Any]:
         """Yield all items in their order. No error of an item ends this as if there were no more."""
         return (self[index] for index in range(len(self)))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raises: AttributeError: says where it is, if the dataset inside has it."""
-        inner = None if name.startswith("_") else self._spec.source.dataset
-        says = f"a CachedDataset has no attribute {name!r}"
-        if inner is not None and hasattr(inner, name):
-            says += f", and the dataset inside has: use train.dataset.{name}, for train = cached(...)"
-        raise AttributeError(says, name=name, obj=self)
 
     def __getitem__(self, index: int | slice | Sequence[int] | NDArray[np.integer] | torch.Tensor) -> Any:
         """Return one item, with the transform applied, or a batch of several.
@@ -223,11 +177,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         for item in items if self._spec.source.skips else ():
             if isinstance(item, LeftOut):
                 raise item.error
-        transform = self._spec.transform
-        try:
-            return items if transform is None else [transform(item) for item in items]
-        except StopIteration as error:
-            raise RuntimeError(STOPPED) from error
+        return super().transformed(items)
 
     def batch(
         self,
@@ -301,7 +251,7 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         form = self._spec.form
         with closing(self._spec.source.items(indices, is_wanted, reads)) as items:
             for index, item in items:
-                yield item if isinstance(item, LeftOut) else _kept(form, index, item, put)
+                yield item if isinstance(item, LeftOut) else kept(form, index, item, put)
 
     # the cache
 
@@ -310,26 +260,11 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
 
         Raises: CacheFormatError, FileExistsError: something else is at the path. Warns: it cannot be used.
         """
-        capacity = self._spec.settings.capacity_bytes
-        try:
-            store = self._opened()
-            if store.settings.capacity_bytes != capacity and not store.is_frozen:
-                store.resize(capacity)
-        except (FileExistsError, NotADirectoryError):
-            raise
-        except _UNUSABLE as error:
-            self._backoff.note(error)
-            return
-        if (reader := self.reader_here()) is not None:
+        if self.open_at_once() is not None and (reader := self.reader_here()) is not None:
             first, publisher = np.array([index]), reader.publisher
             if not len(reader.find(first).positions) and publisher.claim(first).all():
-                _kept(self._spec.form, index, item, publisher.put)
+                kept(self._spec.form, index, item, publisher.put)
             publisher.drain()
-
-    @property
-    def form(self) -> ExactForm:
-        """The form of an item, for the package's own use."""
-        return self._spec.form
 
     def has(self, wanted: NDArray[np.int64]) -> bool:
         """True if all items (n,) are in the cache, for the package's own use."""
@@ -343,92 +278,31 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
         reader.publisher.flush()
         return reader.has(np.arange(len(self)))
 
-    def drain(self) -> None:
-        """Publish what this process made, and end its lease, for the package's own use."""
-        if self._reader is not None:
-            self._reader.publisher.drain()
-
     def drain_if_it_turns_over(self) -> None:
         """Drain where `turn_over` evicts: other ranks do so, too. For the package's own use."""
         if self._spec.replace:
             self.drain()
 
-    @property
-    def transforms(self) -> bool:
-        """True if items pass a transform as they are read, for the package's own use."""
-        return self._spec.transform is not None
-
-    @property
-    def cache(self) -> Cache:
-        """The cache of the items, with columns of the names of their leaves, and `_index`.
-
-        What this process made is published, and it leases nothing until it asks for the next item: so `evict`
-        and `resize` find it free.
-        Blocks: while that is published, and small segments are merged.
-        Raises: OSError: it cannot be used, such as on a read-only disk.
-        """
-        self.drain()  # to end the lease alone is not enough: the thread that publishes begins another one
-        return Cache(self._opened())
-
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = _open(self._spec)
-        return self._store
-
-    def reader_here(self) -> ReadThrough | None:
-        """The reader of this process, for the package's own use. None while the cache cannot be used."""
-        if self._is_closed:
-            raise ValueError("the dataset is closed: make it again with arrowcache.torch.cached")
-        if self._reader is not None:
-            return self._reader
-        with self._lock:
-            if self._reader is None and not self._backoff.why:
-                try:
-                    self._reader = reader = ReadThrough(
-                        self._opened(), self._names, self._backoff, self._counts.numpy()
-                    )
-                    finalizer(self, reader.publisher.close_soon)  # which publishes what was made
-                except _UNUSABLE as error:
-                    self._backoff.note(error)
-            return self._reader
-
-    @property
-    def cached(self) -> int:
-        """The number of items that are in the cache, of len(self).
-
-        What is made and not yet published counts, too, as it is published at once. Blocks: for a moment.
-        """
-        reader = self.reader_here()
-        if reader is None:
-            return 0
-        reader.publisher.flush()
-        return reader.cached
+    def _new_reader(self, store: Store) -> ReadThrough:
+        source, counts = self._spec.source, self._counts.numpy()
+        if isinstance(source, WholeStream):
+            return WholeReader(source.lengths, store, self._names, self._backoff, counts)
+        return ReadThrough(store, self._names, self._backoff, counts)
 
     def stats(self) -> CachedStats:
         """Count the items that are in the cache now, and what this process and its workers did."""
-        reader, settings = self.reader_here(), self._spec.settings
-        cached = published_bytes = 0
         hits, made, left_out = self._counts.sum(0).tolist()
-        capacity_bytes, is_full, trouble = settings.capacity_bytes, False, ""
-        if reader is not None:
-            cached = reader.cached
-            try:
-                store = self._opened()
-                cache = store.stats()
-                published_bytes, capacity_bytes = cache.published_bytes, cache.capacity_bytes
-                is_full = cached < len(self) and not store.has_room() and not store.is_frozen
-                trouble = _FROZEN if store.is_frozen and cached < len(self) else ""
-            except (ArrowCacheError, OSError) as error:
-                self._backoff.note(error)
+        found = self._contents(self.reader_here())
+        misses = found.cached < len(self)
         return CachedStats(
             len(self),
-            cached,
-            published_bytes,
-            capacity_bytes,
-            is_full,
+            found.cached,
+            found.published_bytes,
+            found.capacity_bytes,
+            misses and not found.has_room,
             hits,
             made,
-            self._backoff.why or trouble,
+            found.trouble if misses else self._backoff.why,
             left_out,
         )
 
@@ -504,17 +378,6 @@ class CachedDataset(Shown, Closable, Dataset[Any]):
                 time.sleep(_TRY_SECONDS)
         return sum(segment.rows for segment in gone)
 
-    def close(self) -> None:
-        """Publish what was made, and end. Idempotent."""
-        self._is_closed = True
-        if self._reader is not None:
-            self._reader.publisher.close()
-
-    def __reduce__(self) -> tuple[Callable[..., CachedDataset], tuple[Any, ...]]:
-        transform = self._spec.transform
-        functions = None if transform is None else pickled(transform, "the transform", "use forked workers")
-        return _unpickled, (replace(self._spec, transform=None), functions, self._counts)
-
     def __repr__(self) -> str:
         left_out = int(self._counts[:, 2].sum())
         skipped = f", left out {format_count(left_out, 'time')}" if left_out else ""
@@ -553,9 +416,51 @@ class _Filling(Dataset[bool]):
         self._wanted.value = False
 
 
-@face("cached()", _INSTEAD)
+@overload
+def cached(  # type: ignore[overload-overlap]  # an IterableDataset with items by number is rare
+    dataset: IterableDataset[Any] | None,
+    path: str | os.PathLike[str],
+    *,
+    capacity: int | str,
+    version: str = ...,
+    columns: Sequence[str | int] | None = ...,
+    transform: Callable[[Any], Any] | None = ...,
+    schema: Mapping[str, FieldType] | None = ...,
+    shards: Sequence[Callable[[], Iterable[Any]]] | None = ...,
+    rank: int | None = ...,
+    world_size: int | None = ...,
+) -> CachedStream: ...
+@overload
 def cached(
     dataset: Dataset[Any],
+    path: str | os.PathLike[str],
+    *,
+    capacity: int | str,
+    version: str = ...,
+    columns: Sequence[str | int] | None = ...,
+    transform: Callable[[Any], Any] | None = ...,
+    schema: Mapping[str, FieldType] | None = ...,
+    replace: float = ...,
+    on_error: str = ...,
+) -> CachedDataset: ...
+@overload
+def cached(
+    dataset: Any,
+    path: str | os.PathLike[str],
+    *,
+    capacity: int | str,
+    version: str = ...,
+    columns: Sequence[str | int] | None = ...,
+    transform: Callable[[Any], Any] | None = ...,
+    schema: Mapping[str, FieldType] | None = ...,
+    replace: float = ...,
+    on_error: str = ...,
+    rank: int | None = ...,
+    world_size: int | None = ...,
+) -> CachedDataset | CachedStream: ...
+@face("cached()", _INSTEAD)
+def cached(
+    dataset: Any,
     path: str | os.PathLike[str],
     *,
     capacity: int | str,
@@ -565,7 +470,10 @@ def cached(
     schema: Mapping[str, FieldType] | None = None,
     replace: float = 0.0,
     on_error: str = "raise",
-) -> CachedDataset:
+    shards: Sequence[Callable[[], Iterable[Any]]] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> CachedDataset | CachedStream:
     """Return a Dataset of the same length and items, which are read through a cache on the local disk.
 
     An item is made once, by the dataset inside, and stored; from then on it is read. So what is random in an
@@ -593,8 +501,17 @@ def cached(
     A cache that was frozen (`train.cache.freeze()`) is read, also where it is read-only; its items that are
     missing are made, and not stored.
 
+    Of a stream, which has no items by index, this returns a `CachedStream`: an IterableDataset of the same
+    items. Each pass gives, of each shard, what is stored from the cache, then what the stream has behind it,
+    and stores that as long as there is room. So a stream has to give the same items in the same order each
+    time: shuffle behind `cached`, or by `Loader(train)` once all is stored. Each shard is iterated over by
+    one rank and one worker of a DataLoader. A stream's first item is made here, and again in the first pass.
+
     Args:
-        dataset: a map-style Dataset: `len`, and items by index. An item is an array, a tensor, a number,
+        dataset: a map-style Dataset: `len`, and items by index. Else a stream: anything that can be iterated
+            over again, as an IterableDataset, or a function that returns an iterable anew. A stream of
+            Hugging Face has its own shards, and a WebDataset those of its URLs; any other is one shard. An
+            item is an array, a tensor, a number,
             text, bytes, a datetime, a PIL image, a list of numbers, or a dict, list, tuple, named tuple or
             dataclass of such, nested at will, or a mapping that derives from dict or UserDict, as
             OrderedDict, defaultdict, Counter, BatchEncoding and ModelOutput do; objects with all their
@@ -608,37 +525,47 @@ def cached(
             any mapping, a dict is kept.
         transform: called with each item, in the process that asks for it.
         schema: types of leaves by name, such as {"tokens": Ragged("int64")}, of values whose length differs.
-        replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`.
+        replace: the share of a full cache, in [0, 1), that leaves at each `turn_over`. Not of a stream.
         on_error: "raise" an error where the dataset inside raises one, or gives None for an item. "skip" has
             `Loader(train)` and `fill` leave such an item out, and count it in their stats; each epoch tries
             it again. Accesses by index, as of a DataLoader, raise it in any case. A MemoryError, an item
             that does not fit the first, and errors of a transform are never skipped.
+        shards: functions, each of which returns an iterable of the items of one shard, anew at each call.
+            `dataset` is None then.
+        rank: rank of this process, of a stream. None means that of torch.distributed, if it is initialized.
+        world_size: number of ranks. None with `rank`.
     Warns: RuntimeWarning: the folder cannot be used, as on a read-only disk: then all items are made. The
         dataset has a `__getitems__` that gives other items than `dataset[index]`: then it is not asked.
-    Raises: TypeError: no map-style dataset. CacheFormatError: the folder holds something else, such as items
-        of another version, length, columns or classes. SchemaError: an item that no columns hold, or that
-        they would not give back as it was. ValueError: an argument that does not fit. CacheFullError: a
-        smaller capacity than before, which what other processes read does not fit.
+    Raises: TypeError: neither a map-style dataset nor a stream. CacheFormatError: the folder holds something
+        else, such as items of another version, length, columns or classes. SchemaError: an item that no
+        columns hold, or that they would not give back as it was. ValueError: an argument that does not fit.
+        CacheFullError: a smaller capacity than before, which what other processes read does not fit.
     """
-    if isinstance(dataset, CachedDataset):
-        raise TypeError("the dataset is cached already: give the one inside, dataset.dataset")
+    if isinstance(dataset, CachedDataset | CachedStream):
+        inside = "dataset" if isinstance(dataset, CachedDataset) else "stream"
+        raise TypeError(f"the {inside} is cached already: give the one inside, {inside}.{inside}")
     require_policy(on_error)
-    source = ItemSource(dataset, skips=on_error == "skip")
-    require_function(transform, "transform")
-    if not isinstance(version, str):
-        raise TypeError(f"version must be a text, not {version!r}")
+    require_texts(version, transform)
     require_share(replace, "replace")
-    index, item, states = source.first()
+    if shards is not None or is_stream(dataset):
+        if on_error != "raise" or replace:
+            name, why = ("replace", "what is stored of a stream is its beginning, and stays")
+            if on_error != "raise":
+                name, why = "on_error", "have the stream itself go on behind an error, and leave the item out"
+            raise ValueError(f"{name}= is of a map-style dataset: {why}")
+        source = StreamShards(dataset, shards, parse_ranks(rank, world_size))
+        return cached_stream(source, path, capacity, version, columns, transform, schema)
+    if rank is not None or world_size is not None:
+        raise ValueError("rank= is of a stream: a loader or a sampler divides a map-style dataset")
+    items = ItemSource(dataset, skips=on_error == "skip")
+    index, item, states = items.first()
     try:
-        form = ExactForm(item, schema, columns)
-        items = CachedItems(source.length, version, form.classes)
-        settings = _settings(form, form.row(item), parse_bytes(capacity, "capacity"), items)
-        first = form.chosen(item)
-        form.require_return(first, form.items(columns_of(form, [first], np.zeros(1, np.int64)))[0])
+        described = CachedItems(items.length, version)
+        spec = spec_of(items, item, path, capacity, schema, columns, transform, described)
     except SchemaError as error:
         raise SchemaError(f"item {index}: {error}") from None
-    source.compare_getitems(form, index, item, states)
-    train = CachedDataset(_Spec(source, Path(path).absolute(), settings, form, transform, float(replace)))
+    items.compare_getitems(spec.form, index, item, states)
+    train = CachedDataset(dataclasses.replace(spec, replace=float(replace)))
     train._begin(index, item)
     return train
 
@@ -665,105 +592,3 @@ def _several(index: object, length: int) -> Sequence[int] | None:
     if not index:
         raise IndexError("a batch has at least one item: the list of indices is empty")
     return index
-
-
-def _shared_counts() -> torch.Tensor:
-    """Return counts that all processes of a dataset add to, each in a row of its own, as of `ReadThrough`."""
-    try:
-        return shared_numbers(_COUNTING, 3)
-    except OSError:  # no memory or descriptor is left: each process counts for itself
-        return torch.zeros(_COUNTING, 3, dtype=torch.int64)
-
-
-def _settings(form: ExactForm, row: Mapping[str, Any], capacity: int, dataset: CachedItems) -> Settings:
-    """Return the settings of a new cache.
-
-    Raises: SchemaError: the first item does not fit `schema`. ValueError: a capacity of too few items.
-    """
-    if INDEX in form.schema:
-        raise SchemaError(f"an item has a value named {INDEX!r}, which is the name of its index: rename it")
-    form.require(row)
-    schema = Schema({**form.schema, INDEX: Tensor("int64")})
-    return settings_of_items(schema, capacity, form.variable_bytes(row), dataset)
-
-
-def _kept(form: ExactForm, index: int, item: Any, put: Put | None) -> Any:
-    """Return what `columns` keeps of an item, after it was `put`; without that it is only checked.
-
-    Raises: SchemaError: names the item, and says what may help.
-    """
-    row: dict[str, Any] = {}
-    try:
-        kept = form.chosen(item)
-        row = form.row_of_chosen(kept)
-        if put is None:
-            form.require(row)
-        else:
-            put(index, row)
-        return kept
-    except SchemaError as error:
-        raise SchemaError(f"item {index}: {error}{_way_out(form, row)}") from None
-
-
-def _way_out(form: ExactForm, row: Mapping[str, Any]) -> str:
-    """Return the end of an error: what may help where values have other shapes than their columns."""
-    ragged, others = [], []
-    for name, value in row.items():
-        kind, shape = form.schema[name], _shape_of(value)
-        if isinstance(kind, Ragged):
-            if not shape or shape[1:] != kind.inner_shape:
-                others.append(name)
-        elif isinstance(kind, Tensor) and shape != kind.shape:
-            if shape and kind.shape and shape[1:] == kind.shape[1:]:
-                ragged.append(f"{name!r}: Ragged({kind.dtype!r}, {shape[1:]})")
-            else:
-                others.append(name)
-    if others:
-        return "; give all items one shape in the dataset, such as by a resize, a crop or padding"
-    return f"; where lengths differ, pass schema={{{', '.join(ragged)}}}" if ragged else ""
-
-
-def _shape_of(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of a value. None: a list whose parts have different lengths, or no array at all."""
-    try:
-        return tuple(np.shape(value))
-    except (ValueError, TypeError):
-        return None
-
-
-def _open(spec: _Spec) -> Store:
-    """Open the dataset's cache, or make it.
-
-    Raises: CacheFormatError: something else is there. OSError: the folder cannot be used.
-    """
-    try:
-        if is_free(spec.path):
-            store = create_store(spec.path, spec.settings, exist_ok=True)
-        else:
-            store = open_store(spec.path, check="structure")
-    except SchemaError as error:  # another process was first
-        raise CacheFormatError(str(error)) from None
-    _require_fit(store.settings, spec)
-    return store
-
-
-def _require_fit(found: Settings, spec: _Spec) -> None:
-    wanted = spec.settings
-    assert wanted.dataset is not None
-    if found.dataset is None:
-        why = "is a rolling cache, which samplers fill"
-    elif (found.dataset.length, found.dataset.version) != (wanted.dataset.length, wanted.dataset.version):
-        why = f"holds {found.dataset}, and this dataset has {wanted.dataset}"
-    elif found.schema != wanted.schema:
-        why = f"holds items of other columns: {difference(found.schema, wanted.schema)}"
-    elif found.dataset.values != wanted.dataset.values:
-        why = f"holds items of {found.dataset.values}, and this dataset has {wanted.dataset.values}"
-    else:
-        return
-    raise CacheFormatError(f"{spec.path} {why}: give another path, or remove the folder if nobody needs it")
-
-
-def _unpickled(spec: _Spec, functions: bytes | None, counts: torch.Tensor) -> CachedDataset:
-    spec = spec if functions is None else replace(spec, transform=unpickled(functions))
-    is_shared = counts.is_shared()  # type: ignore[no-untyped-call]  # False: of a copy, which counts for itself
-    return CachedDataset(spec, counts if is_shared else None)

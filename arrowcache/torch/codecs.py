@@ -160,10 +160,13 @@ class ExactForm(ItemForm):
     def is_same_item(self, one: object, other: object) -> bool:
         """True if two items have the same values in the columns. False: one of them does not fit these."""
         try:
-            mine, its = self.row(one), self.row(other)
+            return self.is_same_row(self.row(one), self.row(other))
         except SchemaError:
             return False
-        return all(is_same(mine[name], its[name]) for name in self.schema)
+
+    def is_same_row(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        """True if two rows, as of `row`, have the same values."""
+        return all(is_same(one[name], other[name]) for name in self.schema)
 
     def _difference(self, name: str, one: Any, other: Any) -> str | None:
         """Return the name of a value that differs. None: they are the same."""

@@ -18,9 +18,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
-from arrowcache.arrow.items import getter_of_items, item_of
+from arrowcache.arrow.items import getter_of_items, is_map_style, item_of
 from arrowcache.errors import ArrowCacheError, SchemaError, called, warn
 from arrowcache.lifetimes import forgets_in_child
 from arrowcache.read_through.read_through import LeftOut
@@ -237,17 +235,11 @@ def _unless_none(index: int, item: Any) -> Any:
 
 
 def _length_of(dataset: object) -> int:
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{type(dataset).__name__} is an IterableDataset, whose items have no numbers: write a sampler "
-            "that draws them, for arrowcache.SamplerPool, which fills a rolling cache"
-        )
     if isinstance(dataset, Mapping):
         raise TypeError(
             f"a map-style Dataset has items by index; got a {type(dataset).__name__}: give one of its values"
         )
-    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not has_items or isinstance(dataset, str | bytes):
+    if not is_map_style(dataset) or isinstance(dataset, str | bytes):
         raise TypeError(f"a map-style Dataset has a length and items by index; got {type(dataset).__name__}")
     length: int = len(dataset)  # type: ignore[arg-type]  # it has one
     if not length:

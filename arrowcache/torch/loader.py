@@ -27,6 +27,7 @@ from arrowcache.reading.stream import BatchStream
 from arrowcache.storage.recovery import HasStore
 from arrowcache.torch.cached_dataset import CachedDataset
 from arrowcache.torch.cached_epochs import CachedEpochs, ItemAssembly
+from arrowcache.torch.cached_stream import CachedStream
 from arrowcache.torch.device import Device, DevicePrefetcher, PrefetcherStats
 from arrowcache.torch.distributed import membership_now, rank_now
 from arrowcache.torch.tensors import import_nested, tensors_of
@@ -77,19 +78,19 @@ class Loader(NumpyLoader):
     def __new__(cls, *given: Any, **named: Any) -> Self:
         """Make the loader of a cache, or of a CachedDataset: a CachedLoader."""
         source = given[0] if given else named.get("cache")
-        is_of_dataset = cls is Loader and isinstance(source, CachedDataset)
+        is_of_dataset = cls is Loader and isinstance(source, CachedDataset | CachedStream)
         return super().__new__(CachedLoader if is_of_dataset else cls)  # type: ignore[return-value]
 
     @takes("Loader", LoaderArguments, _INSTEAD)
     def __init__(
         self,
-        cache: HasStore | str | os.PathLike[str] | CachedDataset,
+        cache: HasStore | str | os.PathLike[str] | CachedDataset | CachedStream,
         batch_size: int | None = None,
         *,
         device: Device | None = None,
         **options: Unpack[LoaderArguments],
     ) -> None:
-        if isinstance(cache, CachedDataset):  # `__new__` has seen to that, but for subclasses
+        if isinstance(cache, CachedDataset | CachedStream):  # `__new__` has seen to that, but for subclasses
             raise TypeError(f"{with_article(type(self).__name__)} is of a cache: derive it from CachedLoader")
         if device is not None:
             self._prefetcher = DevicePrefetcher((), device)
@@ -188,7 +189,8 @@ class CachedLoader(Loader):
     them; they start when the first is missing, or where there is a transform or a collate_fn, which they run.
 
     Args:
-        train: a CachedDataset. It stays open when the loader is closed.
+        train: a CachedDataset, or a CachedStream that is stored to the end. It stays open when the loader is
+            closed.
         batch_size: items of a batch. None means 64.
         shuffle: True or "rows": all items, uniformly. False or None: in the order of the dataset.
         seed: selects the order, together with the epoch's number and the number of items.
@@ -224,7 +226,7 @@ class CachedLoader(Loader):
     @face("Loader of a dataset", _OF_DATASET, same={"cache": "train"})
     def __init__(
         self,
-        train: CachedDataset,
+        train: CachedDataset | CachedStream,
         batch_size: int | None = None,
         *,
         shuffle: bool | str | None = True,
@@ -238,6 +240,8 @@ class CachedLoader(Loader):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if isinstance(train, CachedStream):
+            train = CachedDataset(train.whole(), train.counts)
         shard_now = partial(_shard_now, parse_ranks(rank, world_size))  # which does not keep this loader
         epochs = CachedEpochs(
             train, batch_size, shuffle, seed, drop_last, workers, reads, collate_fn, shard_now

@@ -20,6 +20,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
+import torch.utils.data._utils.worker as torch_worker
 from torch._C import _remove_worker_pids
 
 from arrowcache.os_errors import start
@@ -56,6 +57,17 @@ class ParentWatch:
 def _end_after(sentinel: int) -> None:
     wait([sentinel])
     os._exit(1)
+
+
+class without_worker_info:  # noqa: N801  # a context manager, as short as can be
+    """While code runs that would divide its items by `torch.utils.data.get_worker_info`."""
+
+    def __enter__(self) -> None:
+        self._info = torch_worker._worker_info
+        torch_worker._worker_info = None
+
+    def __exit__(self, *_: object) -> None:
+        torch_worker._worker_info = self._info
 
 
 @contextmanager

@@ -1251,7 +1251,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "says"),
     [
-        (Stream(), {}, TypeError, "IterableDataset, whose items have no numbers: write a sampler"),
+        (Stream(), {}, ValueError, "the stream is empty"),
         (3, {}, TypeError, "a length and items by index; got int"),
         (Numbers(0), {}, ValueError, "empty"),
         (Numbers(3), {"capacity": "1kB"}, ValueError, "capacity"),

@@ -686,6 +686,7 @@ def new_node_setting(**options: Any) -> Proof:
     return proof
 
 
+STREAMS = "adapters/test_torch_cached_stream.py"
 RAY = "adapters/test_ray.py"
 READS = "multiprocess/test_reads.py::test_a_pool_publishes_the_same_tasks_by_reads"
 SKIPPED = "unit/sampling/test_skipped.py::test_without_skip_the_first_one_fails_its_task"
@@ -780,6 +781,9 @@ FACES: dict[str, tuple[Face, dict[str, Proof]]] = {
             "replace": proved_in(
                 "adapters/test_torch_cached.py::test_a_share_turns_over_between_epochs::replace"
             ),
+            "shards": proved_in(f"{STREAMS}::test_its_state_is_the_pass_and_what_was_delivered::shards"),
+            "rank": proved_in(f"{STREAMS}::test_each_shard_is_of_one_rank::rank"),
+            "world_size": proved_in(f"{STREAMS}::test_each_shard_is_of_one_rank::world_size"),
         },
     ),
     "DevicePrefetcher": (

@@ -161,8 +161,13 @@ FACES: dict[str, tuple[Callable[..., Any], list[Refusal]]] = {
         [
             *(
                 ({"dataset": other}, TypeError, "a map-style Dataset has")
-                for other in ({"a": 1}, {"train": [1], "test": [2]}, "abc", b"abc", 5, iter([1]))
+                for other in ({"a": 1}, {"train": [1], "test": [2]}, "abc", b"abc", 5)
             ),
+            ({"dataset": iter([1])}, TypeError, "a list_iterator can be iterated over once"),
+            ({"shards": [list]}, TypeError, "a stream or its shards"),
+            ({"dataset": None, "shards": [1]}, TypeError, "no list of functions"),
+            ({"rank": 0, "world_size": 1}, ValueError, "rank= is of a stream"),
+            ({"dataset": lambda: iter([1]), "rank": 0}, ValueError, "pass world_size, too"),
             ({"dataset": []}, ValueError, "the dataset is empty"),
             ({"dataset": [{"_seq": 1}]}, ac.SchemaError, "item 0: field name '_seq' is reserved"),
             ({"dataset": [{"_index": 1}]}, ac.SchemaError, "item 0: an item has a value named '_index'"),

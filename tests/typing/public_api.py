@@ -18,6 +18,7 @@ from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Ret
 from arrowcache.torch import (
     CacheDataset,
     CachedLoader,
+    CachedStream,
     DevicePrefetcher,
     EpochBatchSampler,
     Loader,
@@ -177,6 +178,11 @@ def torch_adapters(cache: ac.Cache) -> None:
     assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), DataLoader[dict[str, Any]])
     train = cached(TensorDataset(torch.arange(3)), "path", capacity="1GB")
     assert_type(train.fill(workers=2, reads=16), int)
+    stream = cached(None, "path", capacity="1GB", shards=[lambda: iter([1])], rank=0, world_size=2)
+    assert_type(stream, CachedStream)
+    assert_type(stream.stats().whole, int)
+    stream.load_state_dict(stream.state_dict())
+    assert_type(CachedLoader(stream, 64), CachedLoader)
     with CachedLoader(train, 64, collate_fn=list, workers=2, reads=16) as batches:
         batches.load_state_dict(batches.state_dict())
         assert_type(len(batches), int)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arrowcache.arrow.items import ItemForm, item_of
+from arrowcache.arrow.items import ItemForm, is_map_style, item_of
 from arrowcache.arrow.schema import FieldType
 from arrowcache.arrow.segment import Form, row_bytes
 from arrowcache.errors import SchemaError
@@ -75,7 +75,8 @@ class Items(Source):
         schema: Mapping[str, FieldType] | None = None,
         segment_items: int | None = None,
     ) -> None:
-        if any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__):  # it may have a length
+        is_stream = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+        if is_stream and not is_map_style(dataset):  # it may have a length
             raise TypeError(
                 f"{type(dataset).__name__} is an IterableDataset, whose items have no numbers: write a "
                 "sampler that draws them, for arrowcache.SamplerPool"

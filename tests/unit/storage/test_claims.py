@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from arrowcache.storage.claims import Claims
+from arrowcache.storage.claims import Claims, ShardClaims
 
 
 @pytest.fixture
@@ -114,3 +114,22 @@ def test_a_claim_locks_no_byte_and_takes_no_more_disk(tmp_path):
     assert path.stat().st_blocks == before
     claims.close()
     assert locks() == 0
+
+
+def test_a_shard_has_one_holder_and_a_length_once_that_is_noted(tmp_path):
+    mine, other = (ShardClaims(tmp_path / "claims.lock", 0o600, 100) for _ in range(2))
+    assert mine.claim(7)
+    assert not mine.claim(7), "one iterator of a process has it"
+    assert not other.claim(7)
+    assert other.claim(8)
+    assert mine.left == frozenset()
+    assert mine.lengths().tolist() == [-1] * 100
+    mine.set_length(7, 0)
+    mine.set_length(99, 2**40)
+    assert (other.length(7), other.length(8), other.length(99)) == (0, -1, 2**40)
+    assert other.lengths()[[7, 8, 99]].tolist() == [0, -1, 2**40]
+    mine.release([7, 8])
+    assert other.claim(7)
+    other.close()
+    assert mine.claim(8)
+    mine.close()

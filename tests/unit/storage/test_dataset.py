@@ -24,6 +24,18 @@ def cache(tmp_path):
     return ac.Cache(create_store(tmp_path / "cache", SETTINGS, exist_ok=False))
 
 
+def test_that_of_a_stream_has_shards_and_no_length():
+    of_stream = settings_of(SCHEMA, "1MiB", "64KiB", headroom=0.0, dataset=CachedItems(0, "a", "x: T", 7))
+    assert Settings.from_json(of_stream.text) == of_stream
+    assert json.loads(of_stream.text)["dataset"] == {"version": "a", "values": "x: T", "shards": 7}
+    assert str(of_stream.dataset) == "7 shards of version 'a'"
+    described = {"length": 500, "version": "a", "values": "x: Tensor"}
+    assert json.loads(SETTINGS.text)["dataset"] == described, "as releases before read it"
+    for wrong in ({"shards": 0}, {"shards": 2**40}, {"length": 0}, {"length": 1, "shards": 1}, {}):
+        with pytest.raises((KeyError, ValueError)):
+            CachedItems.from_json({"version": "a", "values": ""} | wrong)
+
+
 def fill(cache, on_full="raise"):
     """Publish as many items as there is room for. Returns: why there is no more."""
     writer = cache.writer(on_full, timeout=60)

@@ -28,8 +28,14 @@ class Numbers:
         return {"x": np.full(100, index, np.float32), "id": index}
 
 
-class IterableDataset(Numbers):
-    """Has torch's name, and a length."""
+class IterableDataset:
+    """Has torch's name, and a length, but no items by index."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return iter(range(3))
 
 
 class Texts(Numbers):
@@ -294,7 +300,7 @@ def test_items_that_do_not_fit_a_segment_are_an_error_that_says_what_to_do(tmp_p
     [
         ((3,), TypeError, "a length and items by index; got 3"),
         (([],), ValueError, "empty"),
-        ((IterableDataset(3),), TypeError, "IterableDataset, whose items have no numbers: write a sampler"),
+        ((IterableDataset(),), TypeError, "IterableDataset, whose items have no numbers: write a sampler"),
         (([1], 0), ValueError, "passes"),
         (([{"x": None}],), ac.SchemaError, "'x' is None"),
     ],

@@ -53,6 +53,8 @@ class Epoch:
 class Epochs:
     """Begins one epoch after another: `first`, then what `after` gives."""
 
+    begins_when_asked = False
+
     def __init__(self, first: Epoch, after: Callable[[Any, Any], Any]) -> None:
         self.first, self.progress, self.after = first, first, after
         self.taken_back, self.came = [], []

@@ -27,9 +27,9 @@ def blocks(page: str) -> str:
     )
 
 
-def run(folder: Path, page: str, then: str) -> str:
+def run(folder: Path, page: str, then: str, before: str = "") -> str:
     """Run the blocks of a page as one script, in a folder; what it printed."""
-    code = blocks(page).replace('"/data/', f'"{folder}/')
+    code = textwrap.dedent(before) + blocks(page).replace('"/data/', f'"{folder}/')
     code = re.sub(r'capacity="\d+GB"', 'capacity="64MB"', code).replace("timeout=600", "timeout=60")
     (folder / "script.py").write_text(code + "\n" + textwrap.dedent(then))
     with Script(START, folder) as script:
@@ -79,3 +79,60 @@ def test_a_policy_learns_from_groups_of_rollouts_that_come_once(tmp_path):
     """
     rows, served, has_learned = run(tmp_path, "rollouts.md", then).split()
     assert (rows, served, has_learned) == ("120", "120", "True")
+
+
+def test_each_page_has_a_test():
+    text = Path(__file__).read_text()
+    assert [path.name for path in PAGES.iterdir() if f'"{path.name}"' not in text] == []
+
+
+@pytest.mark.slow
+def test_a_stream_is_read_from_the_disk_the_next_time(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    before = """
+        import numpy as np
+
+        made, seen = [], []
+
+        def stream():
+            for number in range(100):
+                made.append(number)
+                yield {"x": np.full(4, number, np.float32), "number": number}
+
+        def read_lines(file):
+            for line in range(10):
+                yield {"number": 10 * int(file[5]) + line}
+
+        def step(item):
+            seen.append(item["number"])
+    """
+    then = """
+        numbers = [int(number) for some in seen for number in np.ravel(some)]
+        print(numbers[:100] == list(range(100)), len(made))
+        print(*(sorted(numbers[100 + 80 * n :][:80]) == list(range(80)) for n in range(2)), len(numbers))
+        first = cached(stream, "/data/items", capacity="200GB")
+        made.clear()
+        print(len([*first]), len(made))
+    """.replace('"/data/', f'"{tmp_path}/').replace("200GB", "64MB")
+    page = run(tmp_path, "streams.md", then, before).split()
+    assert page == ["True", "101", "True", "True", "260", "100", "0"]
+
+
+@pytest.mark.slow
+def test_a_frozen_cache_is_read_by_two_ranks_from_two_copies(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    before = f"""
+        import arrowcache as ac
+
+        path, schema = "{tmp_path}/finished", {{"number": ac.Tensor("int64")}}
+        made = ac.Cache.create(path, schema, "64MB", segment_rows=64)
+        with made.writer() as writer:
+            writer.extend(number=range(1280))
+        made.close()
+    """
+    then = """
+        print(cache.store.is_frozen, ac.Cache.open("COPY").store.is_frozen)
+        rows = [[int(n) for batch in loader for n in batch["number"]] for loader in (*ranks, again)]
+        print(sorted(rows[0] + rows[1]) == list(range(1280)), rows[2] == rows[0])
+    """.replace("COPY", f"{tmp_path}/copy")
+    assert run(tmp_path, "frozen.md", then, before).split() == ["True"] * 4

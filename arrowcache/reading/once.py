@@ -34,6 +34,7 @@ from arrowcache.reading.options import LoaderOptions, RankInfo
 from arrowcache.reading.order import Order
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.row_filter import RowFilter, chosen_of, require_rows
+from arrowcache.reading.shuffle import Shuffle
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.layout import MAX_SEQ, SegmentInfo
@@ -156,6 +157,7 @@ class UnusedRows(AvailableRows):
         self._version: object = None  # of what `_left` says
         self._over: set[int] = set()  # segments all of whose rows were handed out or used
         self._served: set[int] = set()  # segments that count as read
+        self._uncounted: list[RowsOf] = []  # used, and not counted as served
 
     # the choice
 
@@ -179,6 +181,8 @@ class UnusedRows(AvailableRows):
         self._used.require_open()
         self._use([part for part in self._delivered if part.segment.seq in self._segments])
         self._delivered = []
+        if self.store.settings.pace is not None:
+            self._count_now()
         if not self._may_begin():
             return None
         self._forget_outdated()
@@ -193,6 +197,7 @@ class UnusedRows(AvailableRows):
                 self._list()
                 is_new = True
             elif self.rows < least:
+                self._count_now()
                 self.listed = [*self._segments.values()]
                 return None
             elif (snapshot := self._leased(batch, parts)) is not None:
@@ -286,7 +291,9 @@ class UnusedRows(AvailableRows):
     def _snapshot_of(self, segments: Sequence[SegmentInfo]) -> Snapshot:
         """Lease and map segments, without those that left just now, or are damaged."""
         with ExitStack() as undo:
-            snapshot = undo.enter_context(Snapshot.of(self.store, self.store.lease_again(segments)))
+            snapshot = undo.enter_context(
+                Snapshot.of(self.store, self.store.lease_again(segments, self._count_served))
+            )
             snapshot.map_all()
             undo.pop_all()
         return snapshot
@@ -348,6 +355,7 @@ class UnusedRows(AvailableRows):
         with self._choosing:
             self._used.require_open()
             self._use(self._out_of(ids))
+            self._count_now()
 
     def _out_of(self, ids: NDArray[np.int64]) -> list[RowsOf]:
         parts = []
@@ -365,16 +373,23 @@ class UnusedRows(AvailableRows):
         return [part for part in parts if len(part.rows)]
 
     def _use(self, parts: Sequence[RowsOf]) -> None:
-        if not parts:
-            return
-        self._used.add(parts)
-        if self.is_paced:
+        if parts:
+            self._used.add(parts)
+            self._uncounted += parts
+
+    def _count_served(self) -> None:
+        """Count the rows that were used since the last call; under cache.lock, and never fails."""
+        parts, self._uncounted = self._uncounted, []
+        if parts and self.is_paced:
             new = sorted({part.segment.seq for part in parts} - self._served)
-            with suppress(OSError, ArrowCacheError), self.store.locked():  # no batch fails for a count
-                self.store.usage.add_served(sum(len(part.rows) for part in parts))
-                if new:
-                    self.store.usage.count_epoch(np.array(new, np.int64), 1)
+            self.store.usage.add_served(sum(len(part.rows) for part in parts))
+            self.store.usage.count_epoch(np.array(new, np.int64), 1)
             self._served.update(new)
+
+    def _count_now(self) -> None:
+        if self._uncounted:
+            with suppress(OSError, ArrowCacheError), self.store.locked():  # no batch fails for a count
+                self._count_served()
 
     def close(self) -> None:
         """Let go of the name. Idempotent."""
@@ -393,8 +408,8 @@ class OnceEpochs(EpochSource[_Batch]):
         self.rows = UnusedRows(store, options, meter)
 
     def plan_of(self, number: int) -> Plan:
-        options = self._options
-        return Plan(number, options.seed, options.shuffling, None, 1, options.most_rows, _NONE, _NONE)
+        # its rows are asked of the disk as they are read, and not ahead
+        return Plan(number, 0, Shuffle.named("rows"), None, 1, self._options.most_rows, _NONE, _NONE)
 
     def join(self, rank_info: RankInfo | None) -> None:
         """Ranks have names of their own."""

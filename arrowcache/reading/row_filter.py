@@ -167,7 +167,7 @@ class RowFilter:
     """
 
     def __init__(self, store: Store, rows: Any, expect: Sequence[str] = ()) -> None:
-        self._rows, self._notes, self._folder = rows, NotesLog.of(store), store.folder
+        self._rows, self._notes = rows, NotesLog.of(store)
         #: False: it leaves out only what is excluded.
         self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
         #: None: neither a function nor an expression is asked.
@@ -208,11 +208,11 @@ class RowFilter:
         function = self.function
         if function is not None and not function.is_repeatable:
             return None
-        kinds = [MARKS]
+        values = None
         if function is not None and function.reads_notes:
             self._notes.flush_or_warn()
-            kinds.append(VALUES)
-        return [file for file in self._folder.note_files() if file.kind in kinds]
+            values = self._notes.files(VALUES)
+        return self._notes.files(MARKS), values
 
     def _asked_for(self, snapshot: Snapshot, rows: NumberedRows) -> Mask | None:
         """The mask of a snapshot's rows, whatever is excluded. None: all."""

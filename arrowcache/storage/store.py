@@ -656,12 +656,16 @@ class Store:
         lease.narrow(listed[0].seq, listed[-1].seq)
         return Leased(listed, lease, next_seq, left_out_rows)
 
-    def lease_again(self, listed: Sequence[SegmentInfo]) -> Leased:
+    def lease_again(self, listed: Sequence[SegmentInfo], also: Callable[[], None]) -> Leased:
         """Lease segments that were listed before, oldest first, without those that left. Lists nothing.
 
         For a moment: a writer of this process waits for its end, and does not raise.
+
+        Args:
+            also: called under cache.lock.
         """
         with self.locked():
+            also()
             next_seq = self.folder.read_record().next_seq
             there = [segment for segment in listed if self.folder.segment_info(segment.name) is not None]
             if not there:

@@ -211,6 +211,8 @@ class UsedRows(Closable):
 
 def _runs_of(segment: SegmentInfo, rows: NDArray[np.int64]) -> _Runs:
     """The runs of rows (n,), ascending."""
+    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:  # as usual
+        return np.array([[segment.seq, rows[0], len(rows)]], np.int64)
     edges = np.flatnonzero(np.diff(rows, prepend=-2, append=segment.rows + 2) != 1)
     firsts = rows[edges[:-1]]
     return np.stack([np.full(len(firsts), segment.seq), firsts, np.diff(edges)], axis=1).astype(np.int64)

@@ -352,6 +352,8 @@ class RowsWait:
         shared_plan: with other ranks of the job. It also tries again after they changed something.
     """
 
+    _lower = "lower wait_rows or batch_size"
+
     def __init__(
         self,
         available_rows: AvailableRows,
@@ -531,7 +533,7 @@ class RowsWait:
         )
         if not found.rows:
             return fact
-        return f"{fact}; or have it be content with what is there: lower wait_rows or batch_size"
+        return f"{fact}; or have it be content with what is there: {self._lower}"
 
     def _why_spent(self) -> str:
         """The words on the rows of all segments, where `max_reuse` leaves out some that an epoch began."""
@@ -612,9 +614,9 @@ class RowsWait:
             capacity = format_bytes(self._store.settings.capacity_bytes)
             return (
                 f"{fact}it is full, with a capacity of {capacity}, and evicts as much as comes: "
-                "lower wait_rows or batch_size, or raise the capacity"
+                f"{self._lower}, or raise the capacity"
             )
-        return f"{fact}lower wait_rows or batch_size{', or ' if way_out else ''}{way_out}"
+        return f"{fact}{self._lower}{', or ' if way_out else ''}{way_out}"
 
     def _why_no_sampler_helped(self) -> str:
         self._look()

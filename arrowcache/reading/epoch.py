@@ -262,6 +262,9 @@ class EpochSource(ABC, Generic[E]):
     def after_fork(self) -> None:
         """Begin anew in a forked child: whatever works for this one is the parent's."""
 
+    def settle(self) -> None:
+        """Count what was delivered as used: the loader is closed, and no error is in progress."""
+
     def close(self) -> None:
         """Release what belongs to no epoch. Idempotent."""
 

@@ -17,6 +17,7 @@ itself `_rank_info`.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -146,8 +147,9 @@ class Loader(Closable):
             batches, so rows may leave the cache unread: `stats().unread_rows` counts them. A `next` waits for
             rows while somebody writes, or nobody ever did, at most `timeout`; else the iterator ends, and
             rows that are too few for a batch stay. With drop_last=False they come as the last one. A batch is
-            used as the next one is asked for; a process that dies before that has it again. A name has one
-            loader at a time. Ranks have names of their own, and a `where`. There is no state to save: the
+            used as the next one is asked for, or the loader is closed while no exception is handled; a
+            process that dies before that has it again. After an error iterate anew. A name has one loader at
+            a time. Ranks have names of their own, and a `where`. There is no state to save: the
             cache keeps which rows a name has had, in some ten bytes a batch, so an older checkpoint goes on
             with those that are left. It goes without epoch_rows, weights, batch_tokens, workers, prefetch and
             wait_rows.
@@ -162,6 +164,7 @@ class Loader(Closable):
     """
 
     _may_yield_views = True  # over the cache's files; loaders of a framework may forbid it
+    _is_dropped = False  # by the garbage collector, or the interpreter's exit
     _packing: Packing | None = None  # sequences that a loader of a framework makes of documents
     _face = "a Loader"  # what it is to its user
     _as_dataset = (
@@ -374,6 +377,8 @@ class Loader(Closable):
         The next `next` of an epoch whose last batch was not delivered raises RuntimeError.
         Blocks: at most some seconds, for a running transform.
         """
+        if not (self._closed or self._is_dropped or sys.exc_info()[0]):
+            self._epochs.settle()
         self._closed = True
         self._end_current(CLOSED)
         if (idle_snapshots := self._idle_snapshots) is not None:  # another thread may close it, too
@@ -403,6 +408,7 @@ class Loader(Closable):
     @until_exit
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
+            self._is_dropped = True
             once_unlocked(self.close)  # close waits for threads that may want the cache's lock
 
     def __repr__(self) -> str:
@@ -490,7 +496,10 @@ class Loader(Closable):
 
 def close_all() -> None:
     """Close all loaders of this process, as it exits."""
-    call_all([loader.close for loader in _living if loader._origin.is_here])
+    here = [loader for loader in _living if loader._origin.is_here]
+    for loader in here:
+        loader._is_dropped = True
+    call_all([loader.close for loader in here])
 
 
 _living: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -5,8 +5,8 @@ not had. Nothing is begun ahead, so `set_rows` holds from the next `next` on. To
 batch is an epoch of one step, which begins as it is asked for.
 
 A row is left, or handed out, or used. It is handed out as its batch is chosen, and left again if that batch
-is dropped before its consumer has it. It is used, which storage/used_rows.py keeps, at the next choice, or
-with `acknowledge` by `done`.
+is dropped before its consumer has it. It is used, which storage/used_rows.py keeps, at the next choice or as
+the loader is closed without an error, or with `acknowledge` by `done`.
 
 Guarantees: a row that is used is never chosen again; a process that dies leaves at most the rows of one batch
 unused that its consumer had, or those that it did not acknowledge. Nothing is leased but the segments of a
@@ -52,6 +52,8 @@ _Mask = NDArray[np.bool_]
 
 class _Patience(RowsWait):
     """A wait that is over, without an error, once nobody writes any more."""
+
+    _lower = "lower batch_size"
 
     def _why_never(self) -> str:
         if self._available_rows.pace_says or not self._nobody_writes():
@@ -158,11 +160,13 @@ class UnusedRows(AvailableRows):
         self._over: set[int] = set()  # segments all of whose rows were handed out or used
         self._served: set[int] = set()  # segments that count as read
         self._uncounted: list[RowsOf] = []  # used, and not counted as served
+        self._list()
 
     # the choice
 
     def set_rows(self, rows: object) -> None:
         """Choose by other rows from now on. Raises: as the argument of a Loader."""
+        self._used.require_open()
         rows_filter = RowFilter(self.store, require_rows(rows), self._expect)
         with self._choosing:
             self._filter, self._version = rows_filter, None
@@ -312,13 +316,11 @@ class UnusedRows(AvailableRows):
             self._over.add(seq)  # whatever is asked for
 
     def _drop(self, seqs: Iterable[int]) -> None:
-        """Forget segments that have left, and count the rows that nobody had."""
+        """Forget segments that have left, and count the rows that the name had not had, wanted or not."""
         for seq in seqs:
             segment, out = self._segments.pop(seq), self._out.pop(seq, None)
-            left = self._left.pop(seq, _NONE)
-            if left is None:  # it was not looked at: all rows that the name has not had
-                left = self._not_had(segment, None, out)
-            self._meter.miss(len(left))
+            self._left.pop(seq, None)
+            self._meter.miss(len(self._not_had(segment, None, out)))
             self._used.forget(seq)
             self._served.discard(seq)
             self._over.discard(seq)
@@ -360,10 +362,11 @@ class UnusedRows(AvailableRows):
     def _out_of(self, ids: NDArray[np.int64]) -> list[RowsOf]:
         parts = []
         for seq in np.unique(ids[:, 0]).tolist():
-            if (segment := self._segments.get(seq)) is None:
-                continue
+            segment = self._segments.get(seq)
+            if segment is None and seq <= self._newest:
+                continue  # it has left
             rows, out = np.unique(ids[ids[:, 0] == seq, 1]), self._out.get(seq)
-            if out is None or rows[-1] >= segment.rows or not out[rows].all():
+            if segment is None or out is None or rows[-1] >= segment.rows or not out[rows].all():
                 raise ValueError(
                     f"rows of segment {seq} were not handed out by this loader: give done() the batch that "
                     "`next` gave, or its rows"
@@ -390,6 +393,14 @@ class UnusedRows(AvailableRows):
         if self._uncounted:
             with suppress(OSError, ArrowCacheError), self.store.locked():  # no batch fails for a count
                 self._count_served()
+
+    def settle(self) -> None:
+        """Let what was delivered be used: its consumer is done. Never fails: else it comes again."""
+        with suppress(OSError, ArrowCacheError, ValueError), self._choosing:
+            self._used.require_open()
+            self._use([part for part in self._delivered if part.segment.seq in self._segments])
+            self._delivered = []
+            self._count_now()
 
     def close(self) -> None:
         """Let go of the name. Idempotent."""
@@ -447,6 +458,9 @@ class OnceEpochs(EpochSource[_Batch]):
 
     def from_state(self, state: dict[str, Any]) -> NoReturn:  # noqa: ARG002
         raise ValueError(_NO_STATE.format(self._options.once))
+
+    def settle(self) -> None:
+        self.rows.settle()
 
     def close(self) -> None:
         self.rows.close()

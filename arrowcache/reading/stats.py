@@ -84,7 +84,8 @@ class LoaderStats(Shown):
     epochs were chosen: by `where`, `rows`, `weights` and the lengths of `batch_tokens`, of which `chosen_by`
     names those in use. `repeats` is True if batches come from `repeat()`. `left_out_items` is how many items
     of a dataset could not be made, in all epochs, with on_error="skip". `unread_rows` is how many rows left
-    the cache before a loader with `once` had them, since it was made; such a loader counts no epochs.
+    the cache, since a loader with `once` was made, before its name had them: also those that `rows` refuses,
+    and with a `where` only those that it saw. Such a loader counts no epochs.
     """
 
     epochs: int

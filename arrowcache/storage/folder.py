@@ -464,9 +464,10 @@ class Folder:
             if not self._is_unlocked(path := self.incoming / name) and path.exists():
                 names = " and ".join(map(str, flock_holders(path))) or "an unknown process"
                 yield f"{names} {'evicts' if name.endswith((layout.GONE, layout.FREED)) else 'writes'}"
-        for name in self._in_notes():
-            if name.endswith(layout.USED) and (holders := flock_holders(self.notes / name)):
-                yield f"{' and '.join(map(str, holders))} has the name {name.removesuffix(layout.USED)!r}"
+        for name in self._used_names():
+            if not self._is_unlocked(path := self.used_path(name)) and path.exists():
+                names = " and ".join(map(str, flock_holders(path))) or "an unknown process"
+                yield f"{names} has the name {name!r} of Loader(once=...)"
         for record in self.held_ranks():
             names = " and ".join(map(process_name, layout.joined_pids(record)))
             yield f"{names} is in an epoch that ranks have agreed on"
@@ -730,6 +731,17 @@ class Folder:
         self._complete_notes()
         part.rename(self.used_path(name))
         self.sync_folder(self.notes)
+
+    def unheld_names(self) -> list[str]:
+        """The names that have used rows, and that nobody holds; only under cache.lock."""
+        return [name for name in self._used_names() if self._is_unlocked(self.used_path(name))]
+
+    def drop_used(self, name: str) -> None:
+        """Unlink the file of a name; only under cache.lock."""
+        self.used_path(name).unlink(missing_ok=True)
+
+    def _used_names(self) -> list[str]:
+        return [name.removesuffix(layout.USED) for name in self._in_notes() if name.endswith(layout.USED)]
 
     def _weights(self) -> list[str]:
         return [name for name in self._in_notes() if layout.WEIGHTS_NAME.fullmatch(name)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -73,14 +74,15 @@ class UsedRows(Closable):
         self._store, self._name, self._origin = store, name, Origin()
         self._masks: dict[int, _Mask] = {}  # by the number of a segment; missing: none is used
         self._file: PartFile | None = None
-        self._is_closed = False
+        self._is_closed = self._is_torn = False
         self._end = self._taken = self._least = 0  # bytes written, bytes with blocks, bytes when it was new
         with store.locked():
             self._require_free()
-            for info, runs in _by_segment(self._records(), store.segments()):
+            for info, runs in _by_segment(self._records(name), store.segments()):
                 mask = self._mask_of(info)
                 for first, count in runs.tolist():
                     mask[max(0, first) : max(0, first + count)] = True
+            self._drop_others()
             self._write_anew()
 
     def of(self, segment: SegmentInfo) -> _Mask | None:
@@ -95,7 +97,7 @@ class UsedRows(Closable):
         """
         runs = np.concatenate([_runs_of(*each) for each in used])
         record = _record(runs)
-        if self._file is None or self._end > 2 * self._least + Limits.current.used_bytes:
+        if self._is_torn or self._end > 2 * self._least + Limits.current.used_bytes:
             with self._store.locked():
                 self._write_anew(len(record))
         elif self._end + len(record) > self._taken:
@@ -107,8 +109,7 @@ class UsedRows(Closable):
             if self._store.settings.durable:
                 self._file.sync()
         except BaseException:  # a part of it may be there: what is behind it would never be read
-            self._file.discard()
-            self._file = None
+            self._is_torn = True
             raise
         self._end += len(record)
         for segment, rows in used:
@@ -152,10 +153,18 @@ class UsedRows(Closable):
                     "that one, or take another name, which has each row anew"
                 )
 
-    def _records(self) -> Iterator[_Runs]:
-        """Yield what the file says, up to the first record that is not whole."""
-        path = self._store.folder.used_path(self._name)
-        data = self._store.folder.read_used(self._name)
+    def _drop_others(self) -> None:
+        """Drop the files of names that nobody holds, and of whose rows none is there; under cache.lock."""
+        folder, segments = self._store.folder, self._store.segments()
+        for name in folder.unheld_names():
+            with suppress(CacheFormatError):
+                if name != self._name and not any(True for _ in _by_segment(self._records(name), segments)):
+                    folder.drop_used(name)
+
+    def _records(self, name: str) -> Iterator[_Runs]:
+        """Yield what a name's file says, up to the first record that is not whole."""
+        path = self._store.folder.used_path(name)
+        data = self._store.folder.read_used(name)
         if not data:
             return
         if data[: len(_MAGIC)] != _MAGIC:
@@ -188,6 +197,7 @@ class UsedRows(Closable):
             part.discard()
             raise
         self._file, self._end, self._taken, self._least = part, len(data), taken, len(data)
+        self._is_torn = False
         if before is not None:
             before.discard()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -66,10 +67,26 @@ def test_each_row_comes_once_over_breaks_and_restarts(cache):
         assert taken(loader, 2) == [*range(32)]
 
 
-def test_a_batch_that_was_not_followed_by_another_comes_again_after_a_restart(cache):
+def test_a_loader_that_is_closed_has_used_its_last_batch(cache):
     append_rows(cache, range(40))
     with once(cache) as loader:
         assert taken(iter(loader), 2) == [*range(32)]
+    with once(cache, drop_last=False) as loader:
+        assert ids_of(loader) == [*range(32, 40)]
+
+
+@pytest.mark.parametrize("end", ["an exception", "dropped"])
+def test_a_batch_that_was_not_followed_by_another_comes_again_after_a_restart(cache, end):
+    append_rows(cache, range(40))
+    if end == "dropped":
+        loader = once(cache)
+        assert taken(iter(loader), 2) == [*range(32)]
+        del loader
+        gc.collect()
+    else:
+        with pytest.raises(KeyError), once(cache) as loader:
+            assert taken(iter(loader), 2) == [*range(32)]
+            raise KeyError("of a training step")
     with once(cache) as loader:
         assert taken(iter(loader), 1) == [*range(16, 32)]
 
@@ -232,6 +249,24 @@ def test_what_was_used_is_forgotten_with_its_segment_and_counts_in_the_capacity(
     assert len(path.read_bytes().rstrip(b"\0")) < 24 * 40  # the runs of segments that are there
 
 
+def test_a_name_leaves_with_the_rows_that_it_had(cache):
+    publish(cache, 2)
+    for name in ("one", "two"):
+        with once(cache, name=name) as loader:
+            assert taken(iter(loader), 1) == [*range(16)]
+    cache.evict(20 * KIB)
+    with once(cache, name="three"):
+        assert [path.name for path in (cache.path / "notes").iterdir()] == ["three.used"]
+
+
+def test_rows_that_left_before_the_first_batch_are_counted(cache):
+    publish(cache, 4)
+    with once(cache) as loader:
+        cache.evict(20 * KIB)
+        assert ids_of(loader) == [*range(16, 64)]
+        assert loader.stats().unread_rows == 16
+
+
 def test_a_batch_is_used_once_it_is_acknowledged(cache):
     append_rows(cache, range(64))
     with once(cache, 8, acknowledge=True) as loader:
@@ -241,13 +276,15 @@ def test_a_batch_is_used_once_it_is_acknowledged(cache):
         loader.done(second)
         loader.done(second)
         loader.done([(0, 3)])
-        with pytest.raises(ValueError, match="rows of segment 2 were not handed out"):
-            loader.done([(2, 0)])
+        for row in ((2, 0), (999, 0)):
+            with pytest.raises(ValueError, match=f"rows of segment {row[0]} were not handed out"):
+                loader.done([row])
         batches.close()
         assert taken(iter(loader), 1) == [*range(24, 32)]  # in this process they are not handed out again
         del third
-    with pytest.raises(ValueError, match="the loader is closed"):
-        loader.done(first)
+    for use in (lambda: loader.done(first), lambda: loader.set_rows("all")):
+        with pytest.raises(ValueError, match="the loader is closed"):
+            use()
     with once(cache, 8) as loader:
         assert taken(iter(loader), 2) == [0, 1, 2, 4, 5, 6, 7, *range(16, 25)]
 
@@ -321,7 +358,7 @@ def test_a_damaged_file_says_so_and_a_cut_one_does_not(cache, recwarn):
     sound = path.read_bytes().rstrip(b"\0")
     path.write_bytes(sound[:-5])
     with once(cache) as loader:
-        assert taken(iter(loader), 1) == [*range(16, 32)]
+        assert taken(iter(loader), 1) == [*range(32, 48)]
     assert not recwarn.list
     path.write_bytes(sound[:30] + b"x" + sound[31:])
     with pytest.warns(RuntimeWarning, match="is damaged from byte 24 on"), once(cache) as loader:
@@ -345,9 +382,13 @@ def test_a_batch_that_cannot_be_noted_raises_and_is_not_lost(tmp_path, monkeypat
             patch.setattr(os, "writev", fails)
             with pytest.raises(OSError, match="No space left"):
                 next(batches)
+        with pytest.raises(ValueError, match="is in use"):
+            once(cache)
         assert taken(iter(loader), 1) == [*range(16, 32)]
+        with pytest.raises(ValueError, match="is in use"):
+            once(cache)
     with once(cache) as loader:
-        assert taken(iter(loader), 1) == [*range(16, 32)]
+        assert ids_of(loader) == [*range(32, 64)]
 
 
 @pytest.mark.parametrize(
@@ -400,7 +441,8 @@ def test_its_counts_are_batches_and_the_caches_are_rows_served(cache):
         stats = loader.stats()
         assert (stats.batches, stats.rows, stats.epochs, stats.shuffle) == (5, 40, 0, None)
         assert "once='learner'" in repr(loader)
-    assert cache.stats().served_rows == 32  # the fifth was not used
+        assert cache.stats().served_rows == 32  # the fifth is not used yet
+    assert cache.stats().served_rows == 40
     assert cache.stats().most_times_served == 1
 
 
@@ -443,5 +485,5 @@ def test_the_file_is_made_anew_as_it_grows(tmp_path, monkeypatch):
             files.add(path.stat().st_ino)
         assert len(files) > 1
     with once(cache.path, 1) as loader:
-        assert taken(iter(loader), 1) == [127]
+        assert ids_of(loader) == []
     assert np.frombuffer(path.read_bytes()[24:48], np.int64).tolist() == [0, 0, 16]

@@ -130,7 +130,7 @@ def _rights(folder: Path | None) -> str:
     return (
         f"the cache is {owner}, and this process runs as user {os.geteuid()}: use it as its owner "
         "(chmod -R u+rwX), or have the owner share it with a group (chgrp -R GROUP and chmod -R g+rwX). "
-        "Who reads a cache must be able to write all of it"
+        "Who reads a cache must be able to write all of it, but for a frozen one: chmod -R a+rX"
     )
 
 
@@ -142,8 +142,9 @@ _ADVICE: dict[int, Callable[[], str]] = {
     errno.ENOMEM: out_of_memory,
     errno.EAGAIN: _threads,
     errno.EROFS: lambda: (
-        "readers lock the cache's files, too, so its disk must be writable: see why it is not (dmesg), "
-        "and mount it anew, or copy the cache elsewhere; snapshots that are open go on"
+        "readers lock the cache's files, too, so its disk must be writable, unless cache.freeze() was called "
+        "before: see why it is not (dmesg), and mount it anew, or copy the cache elsewhere; snapshots that "
+        "are open go on"
     ),
     errno.ENOSPC: lambda: f"the disk is full: {MORE_ROOM}",
     errno.EDQUOT: lambda: MORE_ROOM,

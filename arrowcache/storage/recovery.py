@@ -231,6 +231,8 @@ def thaw(store: Store) -> None:
         if found.frozen is None and not store.is_frozen:
             return
         require_access(store)
+        if os.statvfs(folder.path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(folder.path))
         if found.frozen is not None:
             warn(
                 f"{folder.path} may change from now on: whoever reads it, here or on other machines, finds "

@@ -474,7 +474,7 @@ def cached(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> CachedDataset | CachedStream:
-    """Return a Dataset of the same length and items, which are read through a cache on the local disk.
+    """Return a Dataset of the same items, which are read through a cache on the local disk.
 
     An item is made once, by the dataset inside, and stored; from then on it is read. So what is random in an
     item, such as augmentation, belongs into `transform`, or it would be the same in all epochs. The first

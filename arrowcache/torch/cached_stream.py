@@ -25,6 +25,7 @@ from arrowcache.arguments import face
 from arrowcache.arrow.schema import FieldType
 from arrowcache.display import Card, Facts, Part, Shown, printable
 from arrowcache.errors import ArrowCacheError, CacheFormatError, SchemaError
+from arrowcache.lifetimes import Origin
 from arrowcache.progress import progress_bar
 from arrowcache.read_through.shards import ShardReader, index_of, named
 from arrowcache.storage.settings import CachedItems
@@ -38,6 +39,10 @@ from arrowcache.units import format_bytes, format_count, parse_count
 _FILLS = 2  # seeds of workers that fill a stream's cache begin with it
 _FILLED_AT_ONCE = 16  # items between two steps of the bar
 _NOTHING = object()
+_OF_WORKERS = (
+    "the workers of a DataLoader deliver the items, and their states stay with them: use torchdata's "
+    "StatefulDataLoader, and its state_dict() and load_state_dict()"
+)
 _fills = itertools.count()
 
 
@@ -95,7 +100,7 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
         self._source: StreamShards = spec.source
         self._pass, self._delivered = -1, self._none_delivered()
         self._loaded: tuple[int, list[int]] | None = None  # a state, for the next pass
-        self._given = 0  # items that this process gave
+        self._loaded_in: Origin | None = None  # the process in which the user loaded it
 
     @property
     def stream(self) -> Any:
@@ -116,18 +121,22 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
             item does not fit the columns of the first. What the stream or the transform raises. ValueError:
             closed.
         """
+        if self._loaded_in is not None and not self._loaded_in.is_here and get_worker_info() is not None:
+            raise RuntimeError(_OF_WORKERS)
+        self._loaded_in = None
         self.reader_here()
         self._pass, self._delivered = self._loaded or (self._pass + 1, self._none_delivered())
         self._loaded = None
         return self._items(self._pass, self._delivered, self._source.mine())
 
     def _items(self, number: int, delivered: list[int], shards: range) -> Iterator[Any]:
-        transform = self._spec.transform
+        transform, is_worker = self._spec.transform, get_worker_info() is not None
         for shard in shards:
             with closing(self._of_shard(shard, delivered[shard])) as items:
                 for item in items:
                     delivered[shard] += 1
-                    self._given += 1
+                    if is_worker:
+                        self._counts[0, 2] = 1
                     yield item if transform is None else self.transformed([item])[0]
         self.drain()
         if delivered is self._delivered and get_worker_info() is None:  # a worker's others go on
@@ -200,11 +209,26 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
                 last = self.form.row_of_chosen(self.form.items(columns)[0])
         for items in self._source.ways(shard, first if last is None else first - 1):
             if last is None:
-                return items
+                return self._repeating(shard, items) if first == 0 else items
             if self._is_same(next(items, _NOTHING), last):
                 return items
             items.close()
         raise self._another(shard, first - 1)
+
+    def _repeating(self, shard: int, items: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Yield all items of a shard. Raises: CacheFormatError: its iterator goes on with the first one."""
+        with closing(items):
+            item = next(items, _NOTHING)
+            if self._source.gave_the_same and self._spec.first is not None:
+                of, row = self._spec.first
+                if of == shard and not self._is_same(item, row):
+                    raise CacheFormatError(
+                        "the stream gives the same iterator each time, which goes on, and does not begin "
+                        "anew: give a function that makes it, as in cached(make, path, ...)"
+                    )
+            if item is not _NOTHING:
+                yield item
+                yield from items
 
     def _is_same(self, item: Any, row: dict[str, Any]) -> bool:
         try:
@@ -224,13 +248,10 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
         """Return the pass, and how many items of each shard were delivered in it, by this process.
 
         A DataLoader's workers have states of their own: torchdata's StatefulDataLoader keeps them.
-        Raises: RuntimeError: workers of a plain DataLoader delivered items, and this process none.
+        Raises: RuntimeError: workers of a DataLoader have delivered items.
         """
-        if self._pass < 0 and self._loaded is None and int(self._counts[:, :2].sum()) > self._given:
-            raise RuntimeError(
-                "the workers of a DataLoader deliver the items, and their states stay with them: use "
-                "torchdata's StatefulDataLoader, and save its state_dict()"
-            )
+        if get_worker_info() is None and self._counts[0, 2]:
+            raise RuntimeError(_OF_WORKERS)
         number, delivered = self._loaded or (max(self._pass, 0), self._delivered)
         return {"pass": number, "delivered": [*delivered]}
 
@@ -249,7 +270,7 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
                 f"the state is of {format_count(len(delivered), 'shard')}, and the stream has "
                 f"{self._source.count}"
             )
-        self._loaded = number, delivered
+        self._loaded, self._loaded_in = (number, delivered), Origin()
 
     # its cache
 
@@ -340,6 +361,8 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
         return self._counts
 
     def _spec_to_send(self) -> Spec:
+        if self._loaded_in is not None:
+            raise RuntimeError(_OF_WORKERS)
         ranks = self._source.ranks_now()
         if ranks == self._source.ranks:
             return self._spec
@@ -370,6 +393,7 @@ def cached_stream(
     try:
         items = CachedItems(0, version, shards=source.count)
         spec = spec_of(source, item, path, capacity, schema, columns, transform, items)
+        spec = replace(spec, first=(shard, spec.form.row(item)))
     except SchemaError as error:
         raise SchemaError(f"item 0 of shard {shard}: {error}") from None
     train = CachedStream(spec)

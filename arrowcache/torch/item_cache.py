@@ -57,6 +57,7 @@ class Spec:
     form: ExactForm
     transform: Callable[[Any], Any] | None
     replace: float = 0.0
+    first: tuple[int, dict[str, Any]] | None = None  # of a stream: a shard, and the row of its first item
 
 
 _FROZEN = "the cache is frozen: items that are missing are made, and not stored"

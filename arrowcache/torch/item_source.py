@@ -240,7 +240,10 @@ def _length_of(dataset: object) -> int:
             f"a map-style Dataset has items by index; got a {type(dataset).__name__}: give one of its values"
         )
     if not is_map_style(dataset) or isinstance(dataset, str | bytes):
-        raise TypeError(f"a map-style Dataset has a length and items by index; got {type(dataset).__name__}")
+        raise TypeError(
+            f"a map-style Dataset has a length and items by index, and a stream is an iterable or a function "
+            f"that makes one, or shards= are such functions; got {type(dataset).__name__}"
+        )
     length: int = len(dataset)  # type: ignore[arg-type]  # it has one
     if not length:
         raise ValueError("the dataset is empty: its items' columns cannot be told")

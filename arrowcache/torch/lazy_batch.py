@@ -25,6 +25,7 @@ Guarantees:
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
@@ -227,8 +228,8 @@ def shared_numbers(*shape: int) -> torch.Tensor:
 
     Raises: OSError: no memory or descriptor is left.
     """
-    zeros = torch.zeros(shape, dtype=torch.int64)
-    return torch.empty(0, dtype=torch.int64).set_(_shared(zeros.untyped_storage())).view(shape)
+    zeros = _new_shared(8 * math.prod(shape))  # which are not copied there: threads of torch hang in a fork
+    return torch.empty(0, dtype=torch.int64).set_(zeros).view(shape)
 
 
 def _hush() -> None:
@@ -252,12 +253,18 @@ def _hush() -> None:
 
 def _shared(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy in memory that another process can map."""
-    fd = linux.anonymous_file()
-    try:
-        os.posix_fallocate(fd, 0, storage.nbytes())  # raises, where an unavailable page would be a SIGBUS
-        make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # torch's own use it
-        copy: torch.UntypedStorage = make(fd, storage.nbytes())
-    finally:
-        os.close(fd)  # the mapping has its own
+    copy = _new_shared(storage.nbytes())
     copy.copy_(storage)
     return copy
+
+
+def _new_shared(nbytes: int) -> torch.UntypedStorage:
+    """Return zeros in memory that another process can map."""
+    fd = linux.anonymous_file()
+    try:
+        os.posix_fallocate(fd, 0, nbytes)  # raises, where an unavailable page would be a SIGBUS
+        make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # torch's own use it
+        made: torch.UntypedStorage = make(fd, nbytes)
+        return made
+    finally:
+        os.close(fd)  # the mapping has its own

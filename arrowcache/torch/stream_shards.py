@@ -31,6 +31,7 @@ from arrowcache.torch.worker_processes import without_worker_info
 from arrowcache.units import format_count
 
 _MAX_STATES = 64  # of a shard: then every second one goes
+_OF_ALL_SHARDS = ("Take", "Skip", "Cycling")  # in names of Hugging Face's steps
 _SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")  # stages of WebDataset
 
 
@@ -82,14 +83,16 @@ class StreamShards:
         if self.count > MAX_SHARDS:
             raise ValueError(f"{format_count(self.count, 'shard')} are more than {MAX_SHARDS}: give fewer")
         self._has_warned = False
+        self._first: Iterator[Any] | None = None  # over the stream
+        self.gave_the_same = False  # iterator again: it may have begun anew, or be the rest of the first one
         self._states: dict[int, list[tuple[int, Any]]] = {}  # by shard: how many items came before, and it
 
     def __getstate__(self) -> dict[str, Any]:
         functions = self._functions or (self.stream if _is_function(self.stream) else None)
         if functions is None:
-            return vars(self) | {"_states": {}}
+            return vars(self) | {"_states": {}, "_first": None}
         sent = pickled(functions, "the stream", "use forked workers")
-        return vars(self) | {"_states": {}, "stream": None, "_functions": None, "sent": sent}
+        return vars(self) | {"_states": {}, "_first": None, "stream": None, "_functions": None, "sent": sent}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         sent = state.pop("sent", None)
@@ -167,7 +170,12 @@ class StreamShards:
         """Yield items from `first` on of an iterable that begins with item `at`."""
         has_state, hidden, noted = _has_state(stream), without_worker_info(), time.monotonic()
         with hidden:
-            items = iter(stream)
+            try:
+                items = iter(stream)
+            except TypeError as error:
+                raise TypeError(f"the stream gives no iterable of its items: {error}") from None
+        self.gave_the_same = self.gave_the_same or items is self._first
+        self._first = self._first or items
         try:
             while True:
                 with hidden:
@@ -221,8 +229,22 @@ def _shards_of(stream: Any) -> int:
             "the stream is one node's part: give cached() the whole stream, which it divides among ranks"
         )
     count = getattr(stream, "num_shards", getattr(stream, "n_shards", 1))
-    is_divisible = callable(getattr(stream, "shard", None)) and type(count) is int
+    is_divisible = (
+        callable(getattr(stream, "shard", None)) and type(count) is int and _is_of_its_shards(stream)
+    )
     return max(1, count) if is_divisible else 1
+
+
+def _is_of_its_shards(stream: Any) -> bool:
+    """True if the items of Hugging Face's stream are those of its shards: no step looks at all of them."""
+    steps = [getattr(stream, "_ex_iterable", None)]
+    while steps:
+        step = steps.pop()
+        if any(word in type(step).__name__ for word in _OF_ALL_SHARDS):
+            return False
+        inner = [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())]
+        steps += [each for each in inner if each is not None]
+    return True
 
 
 def _urls_of(stream: Any) -> list[Any]:

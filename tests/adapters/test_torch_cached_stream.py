@@ -391,7 +391,8 @@ def test_map_style_methods_are_looked_for_first(path, tmp_path):
         (None, {"shards": [[1, 2]]}, TypeError, "is no list of functions"),
         (lambda: iter([1]), {"rank": 1}, ValueError, "pass world_size, too"),
         (Items(1), {"rank": 0, "world_size": 1}, ValueError, "rank= is of a stream"),
-        (None, {}, TypeError, "a map-style Dataset has a length"),
+        (None, {}, TypeError, "a map-style Dataset has a length.* a stream is an iterable or a function"),
+        (lambda: 5, {}, TypeError, "gives no iterable of its items: 'int' object is not iterable"),
     ],
 )
 def test_what_does_not_fit_is_refused(path, dataset, options, error, says):
@@ -543,6 +544,71 @@ def test_a_stateful_dataloader_goes_on_where_it_was(path, stateful, workers, cut
         assert sorted(seen) == wanted(lengths)
         assert sorted(number for batch in again for number in batch) == wanted(lengths)
         del again
+
+
+class ItsOwnIterator(IterableDataset):
+    """It goes on where it was, whoever iterates over it."""
+
+    def __init__(self):
+        self.rest = ({"x": number} for number in range(10))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.rest)
+
+
+class TheSameGenerator(ItsOwnIterator):
+    def __iter__(self):
+        return self.rest
+
+
+class BeginsAnew(ItsOwnIterator):
+    """It is its own iterator, too."""
+
+    def __iter__(self):
+        self.__init__()
+        return self
+
+
+def test_a_stream_that_can_be_iterated_over_once_is_refused(path, tmp_path):
+    rest = iter([{"x": number} for number in range(10)])
+    for number, stream in enumerate([lambda: rest, ItsOwnIterator(), TheSameGenerator()]):
+        train = cached(stream, tmp_path / str(number), capacity="16MiB")
+        with pytest.raises(ac.CacheFormatError, match="does not begin anew: give a function that makes it"):
+            next(iter(train))
+        assert train.cached == 0
+    train = cached(BeginsAnew(), path, capacity="16MiB")
+    for _ in range(2):
+        assert [item["x"] for item in train] == [*range(10)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_loaded_state_is_refused_in_a_plain_dataloaders_workers(path, method):
+    train = cached(None, path, capacity="16MiB", shards=shards([10] * 4))
+    train.load_state_dict({"pass": 0, "delivered": [5, 0, 0, 0]})
+    with pytest.raises(RuntimeError, match="StatefulDataLoader, and its state_dict"):
+        list(DataLoader(train, batch_size=None, num_workers=2, multiprocessing_context=method))
+    assert numbers(train) == [*range(5, 10), *wanted([0, 10, 10, 10])]
+
+
+def test_there_is_a_state_after_a_fill(path):
+    train = cached(None, path, capacity="16MiB", shards=shards([10] * 4))
+    train.fill(workers=0)
+    assert train.state_dict() == {"pass": 0, "delivered": [0] * 4}
+
+
+def test_a_forked_child_of_a_process_that_has_a_cache_makes_one(path, tmp_path):
+    train = cached(Stream(10), path, capacity="16MiB")
+    assert len(numbers(train)) == 10
+
+    def in_child():
+        return numbers(cached(Stream(10), tmp_path / "other", capacity="16MiB"))
+
+    with Child(in_child, method="fork") as child:
+        assert child.result() == [*range(10)]
 
 
 @pytest.mark.slow

@@ -193,3 +193,29 @@ def test_an_endless_webdataset_is_refused(tmp_path):
     for stream in (endless, of_webdataset(tmp_path).with_epoch(5), of_webdataset(tmp_path).repeat(2)):
         with pytest.raises(ValueError, match=r"does not repeat|leave out repeat"):
             cached(stream, tmp_path / "cache", capacity="64MiB")
+
+
+@pytest.mark.parametrize("kind", ["take", "skip", "interleaved", "plain"])
+def test_steps_over_all_shards_of_hugging_face_give_what_they_give_alone(tmp_path, kind):
+    datasets = library("datasets")
+
+    def of(lengths, first=0):
+        def items(parts):
+            for part in parts:
+                yield from ({"n": first + 1000 * part + at} for at in range(lengths[part]))
+
+        return datasets.IterableDataset.from_generator(items, gen_kwargs={"parts": [*range(len(lengths))]})
+
+    stream = of([10, 3, 7, 9])
+    if kind == "take":
+        stream = stream.take(12)
+    elif kind == "skip":
+        stream = stream.skip(8)
+    elif kind == "interleaved":
+        stream = datasets.interleave_datasets([stream, of([5, 6], 10**6)])
+    alone = [item["n"] for item in stream]
+    train = cached(stream, tmp_path / "cache", capacity="16MiB")
+    for _ in range(2):
+        assert sorted(item["n"] for item in train) == sorted(alone)
+    if kind != "plain":
+        assert [item["n"] for item in train] == alone

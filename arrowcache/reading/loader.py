@@ -303,6 +303,9 @@ class Loader(Closable):
     def set_rows(self, rows: object) -> None:
         """Let a loader with `once` choose other rows, from the next `next` on.
 
+        That looks anew at the rows that the name has not had, oldest first, until its batch is full: at some
+        0.1 to 0.5 us for each that does not match.
+
         Args:
             rows: as of `Loader`, such as `pyarrow.compute.field("version") >= 7`.
         Raises: ValueError: the loader has no `once`, whose batches are chosen one by one. ValueError,

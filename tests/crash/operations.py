@@ -240,7 +240,9 @@ def do_use(cache: ac.Cache, twice: Twice) -> None:
         with twice(learner) as loader:
             for _ in range(2):
                 had += twice(lambda loader=loader: next(iter(loader)))["id"].tolist()
-    assert had == [*range(32), *range(16, 48)], "a row came twice, or never"
+    again = [*range(16, 48)]  # the last batch of a loader whose end could not be noted
+    assert had[:32] == [*range(32)]
+    assert had[32:] in ([*range(32, 64)], again), "a row came twice, or never"
 
 
 # what happened to a cache before

@@ -37,7 +37,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 from cosmic_ray.testing import run_tests
 
 ROOT = Path(__file__).parents[1]
-READING = "assembly columns gather mapped order plan ranks shuffle slots snapshot stream"
+READING = "assembly columns gather mapped once order plan ranks shuffle slots snapshot stream"
 FILES = ["process.py", *(f"reading/{name}.py" for name in f"{READING} available_rows".split())]
 for folder in ("storage", "torch", "sampling", "sampling/sources"):
     FILES += sorted(f"{folder}/{path.name}" for path in ROOT.glob(f"arrowcache/{folder}/[!_]*.py"))
@@ -57,6 +57,7 @@ TESTS = {  # where it is not folder/test_x.py alone that tests folder/x.py
     "storage/store.py": "storage/test_store.py storage/test_recovery.py storage/test_ingest.py "
     "storage/test_writer.py reading/test_pacing.py",
     "storage/writer.py": f"storage/test_writer.py {FORKS}",
+    "storage/used_rows.py": "reading/test_once.py",
     "storage/verification.py": "storage/test_verification.py reading/test_unreadable.py",
     "reading/columns.py": "reading/test_columns.py reading/test_column_functions.py reading/test_view.py "
     "reading/test_gather.py",
@@ -83,11 +84,14 @@ OF_TESTS = {  # of several files each: those of tests/adapters/test_torch_x.py, 
     "loader loader_device": "torch/distributed torch/tensors",
     "loader loader_device cached_loader": "torch/loader",
     "packed": "torch/packed_loader",
+    "cached_stream": "torch/cached_stream torch/item_cache torch/stream_shards",
     "cached_loader dataset": "torch/worker_processes",
     "lazy_batch dataset": "torch/lazy_batch",
     "pool sources/items": "sampling/executors",
     "pool": "sampling/dispatcher sampling/pool sampling/workers",
     "task": "sampling/task",
+    "reads task": "sampling/samples",
+    "sources/mix_and_map reads skipped": "sampling/mixture",
     "sources/items": "sampling/sources/items",
     "sources/mix_and_map": "sampling/sources/source",
     "sources/parquet": "sampling/sources/parquet",
@@ -180,12 +184,17 @@ def drawn(files: list[str], count: int, seed: int) -> list[Mutant]:
     return mutants
 
 
+def tests_of(file: str) -> list[str]:
+    """Return the paths of a file's tests."""
+    return [f"tests/unit/{each}" for each in TESTS.get(file, file.replace("/", "/test_")).split()]
+
+
 def tried(copy: Path, file: str, code: str | None, mark: str, timeout: float) -> str:
     """Run a file's tests of a mark in a copy of the package. `code` is what the file has there meanwhile."""
     path, log = copy / "arrowcache" / file, copy / "log"
     original = path.read_text()
-    tests = TESTS.get(file, file.replace("/", "/test_")).replace(" ", " tests/unit/")
-    command = f"{sys.executable} {PYTEST} -m '{mark}' --basetemp {copy}/tmp tests/unit/{tests}"
+    tests = " ".join(tests_of(file))
+    command = f"{sys.executable} {PYTEST} -m '{mark}' --basetemp {copy}/tmp {tests}"
     # A log, not a pipe: nobody waits for who keeps it open. A mutant may ask for memory without end.
     command = f"cd {copy}; ulimit -v 33554432; {command} >log 2>&1 || [ $? = 5 ]"  # 5: no test has the mark
     try:
@@ -206,6 +215,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="of files whose path has this, such as reading/order.py")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    for file in FILES:
+        if missing := [each for each in tests_of(file) if not (ROOT / each).exists()]:
+            raise SystemExit(
+                f"{file} is to have its tests in {', '.join(missing)}: name them in tests/mutants.py"
+            )
     left = drawn([file for file in FILES if options.only in file], options.count, options.seed)
     counts: dict[str, Counter[str]] = {each.file: Counter() for each in sorted(left)}
     copies, seconds = queue.SimpleQueue[Path](), dict[str, float]()

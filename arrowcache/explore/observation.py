@@ -30,14 +30,20 @@ from arrowcache.storage.counters import (
     seen_samplers,
 )
 from arrowcache.storage.layout import WAIT, SegmentInfo
-from arrowcache.storage.locks import LOCK_TIMEOUT_SECONDS, Holder, file_identity, flock_holders, range_holders
+from arrowcache.storage.locks import (
+    LOCK_TIMEOUT_SECONDS,
+    UNSEEN,
+    Holder,
+    file_identity,
+    flock_holders,
+    range_holders,
+)
 from arrowcache.storage.overview import CacheStats
 from arrowcache.storage.recovery import store_of
 from arrowcache.storage.store import Store
 
 _MAX_MOMENTS = 3600
 FIRST_SEEN, PROCESS_START = "first seen", "process start"
-UNSEEN = "an unseen process"
 
 
 @dataclass(frozen=True, slots=True)

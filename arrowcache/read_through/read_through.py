@@ -169,16 +169,20 @@ class ReadThrough:
         out = self._slots.lend(len(positions)).arrays()
         return ItemColumns(positions, snapshot.gather(rows[positions], self._names, out))
 
+    def _is_fresh(self) -> bool:
+        """Learn of what was published. False, with a warning: the cache cannot be read."""
+        try:
+            self.publisher.refresh()
+        except FAILURES as error:
+            self._backoff.note(error)
+            return False
+        return True
+
     @property
     def cached(self) -> int:
         """The number of items that are published. 0 with a warning where the cache cannot be read."""
         with self._lock:
-            try:
-                self.publisher.refresh()
-            except FAILURES as error:
-                self._backoff.note(error)
-                return 0
-            return self._index.count
+            return self._index.count if self._is_fresh() else 0
 
     @property
     def missing(self) -> NDArray[np.int64]:

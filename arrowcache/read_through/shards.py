@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from arrowcache.errors import CorruptSegmentError
 from arrowcache.read_through.item_index import ItemIndex
-from arrowcache.read_through.publisher import FAILURES, Publisher
+from arrowcache.read_through.publisher import Publisher
 from arrowcache.read_through.read_through import ItemColumns, Make, ReadThrough
 from arrowcache.reading.columns import ColumnData
 from arrowcache.storage.claims import NoShardClaims, ShardClaims
@@ -208,12 +208,7 @@ class ShardReader(ReadThrough):
         Blocks: while new segments are read.
         """
         with self._lock:
-            try:
-                self.publisher.refresh()
-            except FAILURES as error:
-                self._backoff.note(error)
-                return 0
-            return self._index.stored(shard)
+            return self._index.stored(shard) if self._is_fresh() else 0
 
     def is_whole(self, shard: int, stored: int) -> bool:
         """True if a shard has so many items, and no more."""

@@ -31,7 +31,7 @@ from arrowcache.errors import WHERE, ArrowCacheError, LoaderTimeoutError, called
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining
 from arrowcache.reading.options import LoaderOptions
-from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction
+from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, ReadColumns
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.ranks import SharedPlan
 from arrowcache.reading.row_filter import RowFilter
@@ -50,10 +50,12 @@ _GIVE_BACK_SECONDS = 1.0  # longest wait for cache.lock at the end of an epoch
 class AvailableRows:
     """The rows that one loader finds in its cache, and those it leaves to writers."""
 
+    _read: ReadColumns | None = None  # by expressions, for the next one
+
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
         self.store, self._where, self._meter = store, options.where, meter
         expect = options.expect
-        self._filter = RowFilter(store, options.rows, expect)
+        self._filter = RowFilter(store, options.rows, expect, self._read)
         self._weighting = None if options.weights is None else Weighting(store, options.weights, expect)
         functions = [self._filter.function, None if self._weighting is None else self._weighting.function]
         self._functions = [function for function in functions if function is not None]

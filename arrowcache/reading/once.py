@@ -32,6 +32,7 @@ from arrowcache.reading.available_rows import AvailableRows, RowsWait, Wait
 from arrowcache.reading.epoch import EpochProgress, EpochSource
 from arrowcache.reading.options import LoaderOptions, RankInfo
 from arrowcache.reading.order import Order
+from arrowcache.reading.per_segment import ReadColumns
 from arrowcache.reading.plan import Plan
 from arrowcache.reading.row_filter import RowFilter, chosen_of, require_rows
 from arrowcache.reading.shuffle import Shuffle
@@ -140,7 +141,10 @@ class _Batch(EpochProgress):
 class UnusedRows(AvailableRows):
     """The rows of a cache that a name has not had."""
 
+    _read: ReadColumns
+
     def __init__(self, store: Store, options: LoaderOptions, meter: Meter) -> None:
+        self._read = ReadColumns()
         super().__init__(store, options, meter)
         assert options.once is not None
         self._epoch_rows = options.most_rows
@@ -167,7 +171,7 @@ class UnusedRows(AvailableRows):
     def set_rows(self, rows: object) -> None:
         """Choose by other rows from now on. Raises: as the argument of a Loader."""
         self._used.require_open()
-        rows_filter = RowFilter(self.store, require_rows(rows), self._expect)
+        rows_filter = RowFilter(self.store, require_rows(rows), self._expect, self._read)
         with self._choosing:
             self._filter, self._version = rows_filter, None
 
@@ -183,8 +187,7 @@ class UnusedRows(AvailableRows):
 
     def _handed_out(self, batch: _Batch, least: int, most: int) -> Snapshot | None:
         self._used.require_open()
-        self._use([part for part in self._delivered if part.segment.seq in self._segments])
-        self._delivered = []
+        self._use_delivered()
         if self.store.settings.pace is not None:
             self._count_now()
         if not self._may_begin():
@@ -262,6 +265,7 @@ class UnusedRows(AvailableRows):
             listed, inserted = self.store.segments(), self.store.usage.record().inserted_rows
         oldest = listed[0].seq if listed else MAX_SEQ
         self._drop([*takewhile(lambda seq: seq < oldest, self._segments)])
+        self._read.keep([*self._segments])
         new = [*takewhile(lambda segment: segment.seq > self._newest, reversed(listed))]
         if self._where is None and self._inserted is not None:
             self._meter.miss(max(0, inserted - self._inserted - sum(segment.rows for segment in new)))
@@ -274,13 +278,14 @@ class UnusedRows(AvailableRows):
     def _look_at(self, segments: Sequence[SegmentInfo]) -> None:
         """Find which rows of segments are left."""
         seqs = {segment.seq for segment in segments}
-        with self._snapshot_of(segments) as snapshot:
+        with self._snapshot_of(segments, self._filter.reads(segments)) as snapshot:
             self._select(snapshot)
             for segment in snapshot.segments:
                 seqs.discard(segment.seq)
                 left = self._not_had(segment, chosen_of(snapshot, segment), self._out.get(segment.seq))
-                self._left[segment.seq] = left
-                if not len(left):
+                if len(left):
+                    self._left[segment.seq] = left
+                else:
                     del self._left[segment.seq]
         self._drop(seqs)  # they left just now, or are damaged
 
@@ -292,8 +297,10 @@ class UnusedRows(AvailableRows):
                 mask &= ~had
         return mask.nonzero()[0]
 
-    def _snapshot_of(self, segments: Sequence[SegmentInfo]) -> Snapshot:
-        """Lease and map segments, without those that left just now, or are damaged."""
+    def _snapshot_of(self, segments: Sequence[SegmentInfo], reads: bool = True) -> Snapshot:
+        """Lease and map segments, without those that left just now or are damaged; or neither."""
+        if not reads:
+            return Snapshot.of(self.store, Leased([*segments], None, 0, 0))
         with ExitStack() as undo:
             snapshot = undo.enter_context(
                 Snapshot.of(self.store, self.store.lease_again(segments, self._count_served))
@@ -310,9 +317,7 @@ class UnusedRows(AvailableRows):
             self._left[seq] = left[len(part.rows) :]
             return
         del self._left[seq]
-        used = self._used.of(part.segment)
-        out = self._out[seq]
-        if (out if used is None else out | used).all():
+        if not len(self._not_had(part.segment, None, self._out[seq])):
             self._over.add(seq)  # whatever is asked for
 
     def _drop(self, seqs: Iterable[int]) -> None:
@@ -375,6 +380,10 @@ class UnusedRows(AvailableRows):
             parts.append(RowsOf(segment, rows if used is None else rows[~used[rows]]))
         return [part for part in parts if len(part.rows)]
 
+    def _use_delivered(self) -> None:
+        self._use([part for part in self._delivered if part.segment.seq in self._segments])
+        self._delivered = []
+
     def _use(self, parts: Sequence[RowsOf]) -> None:
         if parts:
             self._used.add(parts)
@@ -398,8 +407,7 @@ class UnusedRows(AvailableRows):
         """Let what was delivered be used: its consumer is done. Never fails: else it comes again."""
         with suppress(OSError, ArrowCacheError, ValueError), self._choosing:
             self._used.require_open()
-            self._use([part for part in self._delivered if part.segment.seq in self._segments])
-            self._delivered = []
+            self._use_delivered()
             self._count_now()
 
     def close(self) -> None:

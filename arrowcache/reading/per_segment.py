@@ -195,6 +195,7 @@ class StoredFunction(PerSegmentCache[T]):
         function: gives the results for rows, which can be sliced, of their columns by name: arrays, or lists.
         checked: makes the value of a segment from the results for its rows, or raises.
         text: of the argument that the function is, for messages.
+        read: has the columns that it reads, from then on. None: they are read, and dropped.
     """
 
     def __init__(
@@ -204,10 +205,11 @@ class StoredFunction(PerSegmentCache[T]):
         function: Callable[[dict[str, Any]], Any],
         checked: Callable[[Any, SegmentInfo], T],
         text: str = "",
+        read: ReadColumns | None = None,
     ) -> None:
         super().__init__()
         self._notes, schema = NotesLog.of(store), store.settings.schema
-        self._function, self._checked, self._text = function, checked, text
+        self._function, self._checked, self._text, self._read = function, checked, text, read
         self._columns = [name for name in names if name in schema]
         self._ids = [name for name in names if name not in schema and name in RESERVED_NAMES]
         self._noted = [name for name in names if name not in schema and name not in RESERVED_NAMES]
@@ -225,6 +227,7 @@ class StoredFunction(PerSegmentCache[T]):
         *,
         fits: Callable[[pa.DataType], bool],
         wanted: str,
+        read: ReadColumns | None = None,
     ) -> StoredFunction[T]:
         """Return the function that an expression is.
 
@@ -233,6 +236,7 @@ class StoredFunction(PerSegmentCache[T]):
             expect: names of annotations that are only to come.
             fits: tells whether the result may be of a type.
             wanted: the end of the message if it may not: the result that is wanted, and the way to it.
+            read: as of the class.
         Raises: ValueError: as `require_expression`; or its result is of another type.
         """
         schema, notes = store.settings.schema, NotesLog.of(store)
@@ -240,7 +244,7 @@ class StoredFunction(PerSegmentCache[T]):
         text = f"{argument}={shown(expression)}"
         if not fits(kind):
             raise ValueError(f"{text} gives {kind}, not {wanted}")
-        return cls(store, used, table_function(expression, schema), checked, text)
+        return cls(store, used, table_function(expression, schema), checked, text, read)
 
     def ahead(self, snapshot: Snapshot) -> Iterator[None]:
         """Make the values that are not known, of some hundred thousand rows a `next`.
@@ -254,7 +258,11 @@ class StoredFunction(PerSegmentCache[T]):
 
         def evaluate(run: range) -> Iterator[T]:
             first, last = _span(snapshot, run)
-            columns: dict[str, Any] = _read_in_order(snapshot, first, last, self._columns)
+            columns: dict[str, Any] = (
+                _read_in_order(snapshot, first, last, self._columns)
+                if self._read is None
+                else self._read.of(snapshot, run, self._columns)
+            )
             located = snapshot.locate(np.arange(first, last)) if self._ids else {}
             columns |= {name: located[name] for name in self._ids}
             columns |= {name: annotated.values(name)[first:last] for name in self._noted}
@@ -270,6 +278,11 @@ class StoredFunction(PerSegmentCache[T]):
                 yield self._checked(results[span], snapshot.segments[index])
 
         return self._fill(snapshot, evaluate, Limits.current.expression_rows)
+
+    def reads(self, segments: Iterable[SegmentInfo]) -> bool:
+        """True if columns of some of these segments are yet to be read."""
+        read = self._read
+        return read is None or any(read.get(s.seq, name) is None for s in segments for name in self._columns)
 
     def _failing(self, columns: dict[str, Any], rows: int, why: str) -> tuple[int, str]:
         """Return the first of some rows for which the function fails, as it does for all, and why."""
@@ -311,7 +324,7 @@ class PythonFunction(PerSegmentCache[T]):
         super().__init__()
         self._notes, self._argument, self._expect = NotesLog.of(store), argument, expect
         self._function, self._checked = function, checked
-        self._read = _ReadColumns()
+        self._read = ReadColumns()
 
     def ahead(self, snapshot: Snapshot) -> Iterator[None]:
         """Make the values that the next `of` returns, one segment a `next`."""
@@ -372,7 +385,7 @@ class RowColumns(Mapping[str, Any]):
         read: columns that were read before.
     """
 
-    def __init__(self, snapshot: Snapshot, index: int, annotated: AnnotatedRows, read: _ReadColumns) -> None:
+    def __init__(self, snapshot: Snapshot, index: int, annotated: AnnotatedRows, read: ReadColumns) -> None:
         self._snapshot, self._annotated, self._read = snapshot, annotated, read
         self._seq = snapshot.segments[index].seq
         self._first, self._last = _span(snapshot, range(index, index + 1))
@@ -413,8 +426,8 @@ class RowColumns(Mapping[str, Any]):
         return [*self._snapshot.columns, *RESERVED_NAMES, *self._annotated.names]
 
 
-class _ReadColumns:
-    """Columns of segments that a function has read, as long as they fit into a share of the memory."""
+class ReadColumns:
+    """Columns of segments that functions have read, as long as they fit into a share of the memory."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[str, tuple[ColumnData, int]]] = {}  # by segment and name, with its bytes
@@ -423,6 +436,22 @@ class _ReadColumns:
     def get(self, seq: int, name: str) -> ColumnData | None:
         found = self._known.get(seq, {}).get(name)
         return None if found is None else found[0]
+
+    def of(self, snapshot: Snapshot, run: range, names: Sequence[str]) -> dict[str, ColumnData]:
+        """Return columns of a run of a snapshot's segments. Numbers that had to be read are kept."""
+        seqs, columns = snapshot.seqs[run.start : run.stop].tolist(), dict[str, ColumnData]()
+        for name in names:
+            known = [self.get(seq, name) for seq in seqs]
+            if all(isinstance(each, np.ndarray) for each in known):
+                columns[name] = np.concatenate(known)  # type: ignore[arg-type]
+        missing = [name for name in names if name not in columns]
+        for name, values in _read_in_order(snapshot, *_span(snapshot, run), missing).items():
+            columns[name] = values
+            if isinstance(values, np.ndarray):
+                for seq, span in zip(seqs, _spans_within(snapshot, run), strict=True):
+                    if self.get(seq, name) is None:
+                        self.put(seq, name, values[span].copy())
+        return columns
 
     def put(self, seq: int, name: str, values: ColumnData) -> bool:
         """Keep a column. Returns: False: there is no room."""

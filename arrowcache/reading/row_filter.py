@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from arrowcache.arrow.convert import require_unmasked
 from arrowcache.arrow.expression import is_expression, mentions, shown
 from arrowcache.lifetimes import cached_property
-from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, StoredFunction
+from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, ReadColumns, StoredFunction
 from arrowcache.reading.shuffle import starts_of
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.notes_log import MARKS, VALUES, NotesLog
@@ -163,10 +163,13 @@ class RowFilter:
 
     Args:
         rows, expect: as of `Loader`, after `require_rows` and `require_expected`.
+        read: keeps the columns that an expression reads, for the next one. None: they are not kept.
     Raises: ValueError: a tag that no row has, or an expression that does not fit.
     """
 
-    def __init__(self, store: Store, rows: Any, expect: Sequence[str] = ()) -> None:
+    def __init__(
+        self, store: Store, rows: Any, expect: Sequence[str] = (), read: ReadColumns | None = None
+    ) -> None:
         self._rows, self._notes = rows, NotesLog.of(store)
         #: False: it leaves out only what is excluded.
         self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
@@ -176,13 +179,20 @@ class RowFilter:
             self._notes.require_known_tag(rows, expect)
         elif is_expression(rows):
             self.function = StoredFunction.of_expression(
-                store, rows, "rows", expect, _without_nulls, fits=pa.types.is_boolean, wanted=_A_BOOL
+                store,
+                rows,
+                "rows",
+                expect,
+                _without_nulls,
+                fits=pa.types.is_boolean,
+                wanted=_A_BOOL,
+                read=read,
             )
         elif callable(rows):
             self.function = PythonFunction(store, rows, "rows", _checked, expect)
 
     def of(self, snapshot: Snapshot) -> Bitmaps:
-        """Return the selection of a snapshot, all of whose segments are mapped.
+        """Return the selection of a snapshot. Its segments are mapped; or not even leased, if not `reads`.
 
         Blocks: while the columns that a function asks for are read.
         Raises: TypeError, ValueError: a function's result is no mask. Whatever it raises. CacheFormatError:
@@ -199,6 +209,12 @@ class RowFilter:
             return {}
         parts = zip(rows.seqs.tolist(), np.split(mask, rows.starts[1:-1]), strict=True)
         return {seq: bitmap(part) for seq, part in parts if not part.all()}
+
+    def reads(self, segments: Sequence[SegmentInfo]) -> bool:
+        """False: for these segments `of` looks at no segment's file."""
+        if isinstance(self.function, StoredFunction):
+            return self.function.reads(segments)
+        return not isinstance(self._rows, str)
 
     def version(self) -> object:
         """A value that stays as long as `of` chooses the same rows of a segment. None: it may always differ.
@@ -301,7 +317,8 @@ def rows_term(rows: Any) -> str:
 
 
 def _without_nulls(found: pa.Array, segment: SegmentInfo) -> Mask:  # noqa: ARG001
-    mask: Mask = np.asarray(found.fill_null(False).to_numpy(zero_copy_only=False))
+    known = found.fill_null(False) if found.null_count else found
+    mask: Mask = np.asarray(known.to_numpy(zero_copy_only=False))
     return mask
 
 

@@ -21,7 +21,7 @@ from arrowcache import linux
 from arrowcache.errors import CacheFormatError
 from arrowcache.storage import layout
 from arrowcache.storage.layout import LockRecord, SegmentInfo
-from arrowcache.storage.locks import LockFile, flock_holders, process_name
+from arrowcache.storage.locks import LockFile, flock_holders, holder_names, process_name
 from arrowcache.storage.settings import PART_SLACK_BYTES, Settings
 
 _PIECES_A_CALL = 512  # below IOV_MAX
@@ -460,14 +460,15 @@ class Folder:
 
     def in_the_way(self) -> Iterator[str]:
         """Say who locks a file of incoming/ or ranks/, which a freeze does not allow; under cache.lock."""
-        for name in _plain(self.incoming):
-            if not self._is_unlocked(path := self.incoming / name) and path.exists():
-                names = " and ".join(map(str, flock_holders(path))) or "an unknown process"
-                yield f"{names} {'evicts' if name.endswith((layout.GONE, layout.FREED)) else 'writes'}"
+        does = {
+            self.incoming / name: "evicts" if name.endswith((layout.GONE, layout.FREED)) else "writes"
+            for name in _plain(self.incoming)
+        }
         for name in self._used_names():
-            if not self._is_unlocked(path := self.used_path(name)) and path.exists():
-                names = " and ".join(map(str, flock_holders(path))) or "an unknown process"
-                yield f"{names} has the name {name!r} of Loader(once=...)"
+            does[self.used_path(name)] = f"has the name {name!r} of Loader(once=...)"
+        for path, what in does.items():
+            if not self._is_unlocked(path) and path.exists():
+                yield f"{holder_names(path)} {what}"
         for record in self.held_ranks():
             names = " and ".join(map(process_name, layout.joined_pids(record)))
             yield f"{names} is in an epoch that ranks have agreed on"

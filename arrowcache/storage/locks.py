@@ -161,9 +161,12 @@ class Holder:
         return f"pid {self.pid} ({self.command})"
 
 
+UNSEEN = "an unseen process"
+
+
 def process_name(pid: int) -> str:
-    """Return a process in words, as a `Holder` is."""
-    return f"pid {pid} ({command(pid)})"
+    """Return a process in words."""
+    return str(Holder(pid, command(pid), range(0)))
 
 
 def flock_holders(path: Path) -> list[Holder]:
@@ -202,10 +205,13 @@ def range_holders(path: Path, files: Iterable[OpenFile] | None = None, kind: str
     ]
 
 
-def holder_names(path: Path, byte: int) -> str:
-    """Return who locks a byte of a file, for a message."""
-    found = [str(holder) for holder in range_holders(path, kind="") if byte in holder.locked]
-    return " and ".join(dict.fromkeys(found)) or "an unknown process"
+def holder_names(path: Path, byte: int | None = None) -> str:
+    """Return the holders of a file's flock, or of the lock of a byte of it, for a message."""
+    if byte is None:
+        found = flock_holders(path)
+    else:
+        found = [holder for holder in range_holders(path, kind="") if byte in holder.locked]
+    return " and ".join(dict.fromkeys(map(str, found))) or UNSEEN
 
 
 def _ranges_of(file: OpenFile, wanted: str, kind: str) -> list[range]:
@@ -255,9 +261,8 @@ def _wait_for(file: LockFile, timeout_seconds: float) -> None:
     pause = 0.0005
     while not file.try_exclusive():
         if time.monotonic() > deadline:
-            holders = ", ".join(map(str, flock_holders(file.path))) or "an unseen process"
             raise LockTimeoutError(
-                f"{file.path} was held for over {timeout_seconds:g} s by {holders}: "
+                f"{file.path} was held for over {timeout_seconds:g} s by {holder_names(file.path)}: "
                 "continue it (kill -CONT) or end it"
             )
         time.sleep(pause * _jitter.uniform(0.5, 1))

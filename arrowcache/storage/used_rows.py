@@ -27,7 +27,7 @@ from arrowcache.lifetimes import Closable, Origin
 from arrowcache.limits import Limits
 from arrowcache.storage.folder import PartFile
 from arrowcache.storage.layout import TASK_NAME, SegmentInfo, newer_format
-from arrowcache.storage.locks import LockFile, flock_holders
+from arrowcache.storage.locks import LockFile, holder_names
 from arrowcache.storage.store import Store
 
 _MAGIC = b"ACused01"
@@ -147,10 +147,9 @@ class UsedRows(Closable):
             return
         with file:
             if not file.try_exclusive():
-                holders = ", ".join(map(str, flock_holders(path))) or "an unseen process"
                 raise ValueError(
-                    f"once={self._name!r} is in use by {holders}: a name has one loader at a time. Close "
-                    "that one, or take another name, which has each row anew"
+                    f"once={self._name!r} is in use by {holder_names(path)}: a name has one loader at a "
+                    "time. Close that one, or take another name, which has each row anew"
                 )
 
     def _drop_others(self) -> None:
@@ -168,7 +167,7 @@ class UsedRows(Closable):
         if not data:
             return
         if data[: len(_MAGIC)] != _MAGIC:
-            raise CacheFormatError(str(newer_format(f"{path} is none that this release knows")))
+            raise newer_format(f"{path} is none that this release knows")
         at = len(_MAGIC)
         while at + _HEAD.size <= len(data):
             nbytes, checksum = _HEAD.unpack_from(data, at)
@@ -185,8 +184,7 @@ class UsedRows(Closable):
         """Put a file in place that says no more than is known, with room for more; under cache.lock."""
         folder, before = self._store.folder, self._file
         data = _MAGIC + (_record(np.concatenate(runs)) if (runs := [*self._all_runs()]) else b"")
-        taken = -(-(len(data) + more) // _GROWTH_BYTES) * _GROWTH_BYTES
-        self._require_room(taken)
+        taken = self._room_for(len(data) + more)
         part = folder.new_part()
         try:
             part.allocate(taken)
@@ -209,14 +207,16 @@ class UsedRows(Closable):
     def _take(self, nbytes: int) -> None:
         """Take blocks for so many bytes more, and some; under cache.lock."""
         assert self._file is not None
-        more = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
-        self._require_room(more)
+        more = self._room_for(nbytes)
         self._file.allocate(self._taken + more)
         self._taken += more
 
-    def _require_room(self, nbytes: int) -> None:
+    def _room_for(self, nbytes: int) -> int:
+        """Make room for so many bytes, and some. Returns: their number."""
+        nbytes = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
         self._store.folder.sweep()  # rather debris than segments
         self._store.require_room(nbytes)
+        return nbytes
 
 
 def _runs_of(segment: SegmentInfo, rows: NDArray[np.int64]) -> _Runs:

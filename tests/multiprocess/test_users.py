@@ -193,7 +193,7 @@ def test_ranks_of_two_users_agree_and_whoever_is_waited_for_is_unknown_to_the_ot
         with ac.Cache.open(shared) as cache:
             assert len(held_rank_files(cache)) == 1
             writer = cache.writer(on_full="raise")
-            with pytest.raises(ac.CacheFullError, match="the oldest of them by an unknown process"):
+            with pytest.raises(ac.CacheFullError, match="the oldest of them by an unseen process"):
                 append_all(writer)
             writer.abort()
 

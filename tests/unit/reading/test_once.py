@@ -167,6 +167,66 @@ def test_other_rows_hold_from_the_next_batch_on(cache):
         assert taken(iter(loader), 1) == [16, 18, 20, 22]
 
 
+def test_columns_are_read_once_for_all_rows_that_are_asked_for(cache):
+    append_rows(cache, range(64))
+    with once(cache, 4, rows=FIELD >= 60) as loader:
+        batches = loader.repeat()
+        assert taken(batches, 1) == [60, 61, 62, 63]
+        os.truncate(segment_files(cache)[0], 0)  # which would be noticed, were it read again
+        loader.set_rows(FIELD >= 56)
+        assert taken(batches, 1) == [56, 57, 58, 59]
+        append_rows(cache, range(64, 80))
+        loader.set_rows(FIELD >= 64)
+        assert taken(batches, 1) == [64, 65, 66, 67]
+        assert loader.stats().unread_rows == 0
+        loader.set_rows("all")
+        with pytest.warns(RuntimeWarning, match="quarantined"):
+            assert taken(batches, 1) == [16, 17, 18, 19]
+        assert loader.stats().unread_rows == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_asked_for_by_any_column_are_those_that_it_has(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    schema = ac.Schema({"id": ac.Tensor("int64"), "kind": ac.Tensor("uint8"), "name": ac.String()})
+    cache = ac.Cache.create(tmp_path / "cache", schema, capacity="1MB", segment_rows=8)
+    table: list[dict] = []
+
+    def publish_more(rows):
+        with cache.writer() as writer:
+            for _ in range(rows):
+                row = {"id": len(table), "kind": int(rng.integers(3)), "name": "ab"[rng.integers(2)]}
+                writer.append(**row)
+                table.append(row | {"hard": 0})
+
+    asked = [
+        (pc.field("kind") == 1, lambda row: row["kind"] == 1),
+        ((pc.field("name") == "a") & (FIELD > 20), lambda row: row["name"] == "a" and row["id"] > 20),
+        (pc.field("hard") > 0, lambda row: row["hard"] > 0),
+        (pc.field("_row") < 3, lambda row: row["id"] % 8 < 3),
+        ("included", lambda row: True),
+    ]
+    publish_more(40)
+    cache.annotate([(0, 0)], hard=np.zeros(1))
+    with once(cache, 3, rows=pc.field("kind") == 0) as loader:
+        batches, had = loader.repeat(), set[int]()
+        for _ in range(40):
+            rows, accepts = asked[rng.integers(len(asked))]
+            loader.set_rows(rows)
+            if rng.random() < 0.3:
+                publish_more(8)
+            if rng.random() < 0.3:
+                some = rng.choice(len(table), 5, replace=False).tolist()
+                cache.annotate([divmod(number, 8) for number in some], hard=np.ones(5))
+                for number in some:
+                    table[number]["hard"] = 1
+            left = [row["id"] for row in table if accepts(row) and row["id"] not in had][:3]
+            if len(left) == 3:
+                assert taken(batches, 1) == left
+                had.update(left)
+        assert len(had) > 60
+
+
 def test_rows_are_chosen_by_what_is_noted_of_them_when_their_batch_is(cache):
     append_rows(cache, range(32))
     cache.annotate([(0, row) for row in range(16)], version=1.0)

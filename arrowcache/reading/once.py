@@ -110,14 +110,19 @@ class _Batch(EpochProgress):
         self.snapshot = self._rows.hand_out(self, least, most)
         return self.snapshot
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Have the order of what was chosen; of nothing, if nothing was."""
-        self.snapshot, ids = snapshot, None
+    def choose_none(self, store: Store) -> None:
+        """Have no rows, and no step."""
+        self.snapshot = Snapshot.of(store, Leased([], None, 0, 0))
+
+    def begin(self) -> None:
+        """Have the order of what was chosen."""
+        assert self.snapshot is not None
+        ids = None
         if self.parts:
-            index_of = {segment.seq: index for index, segment in enumerate(snapshot.segments)}
-            before = snapshot.rows_before
+            index_of = {segment.seq: index for index, segment in enumerate(self.snapshot.segments)}
+            before = self.snapshot.rows_before
             ids = np.concatenate([before(index_of[part.segment.seq]) + part.rows for part in self.parts])
-        self.order = _OneStep(self.plan, snapshot, ids)
+        self.order = _OneStep(self.plan, self.snapshot, ids)
 
     def deliver(self, count: int = 1, step: int | None = None, within: Any = None) -> bool:
         self._rows.note_delivered(self.parts)
@@ -437,14 +442,11 @@ class OnceEpochs(EpochSource[_Batch]):
         batch, most = _Batch(planned, self.rows), self._options.most_rows
         with ExitStack() as undo:
             undo.callback(batch.end)
-            snapshot: Snapshot | None
             if not ahead:
-                snapshot = Snapshot.of(self._store, Leased([], None, 0, 0))
-            else:
-                snapshot = self._chosen(batch, most, wait)
-            if snapshot is None:
+                batch.choose_none(self._store)
+            elif self._chosen(batch, most, wait) is None:
                 return None
-            batch.begin(snapshot)
+            batch.begin()
             undo.pop_all()
         return batch
 

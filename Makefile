@@ -158,7 +158,7 @@ coverage: .envs/newest/.stamp
 
 # tensorflow-io has no release for a newer TensorFlow than 2.16, and that none for NumPy 2. What old versions change,
 # the quick tests find: those that are slow start the same processes with any.
-WITH_TENSORFLOW := $(wildcard tests/adapters/test_tensorflow*.py) tests/refusals/test_every_argument.py
+WITH_TENSORFLOW := $(wildcard tests/adapters/test_tensorflow*.py) tests/refusals/test_every_argument.py tests/how_to/test_pages.py
 test-oldest: .envs/oldest/.stamp
 	$(call compile,oldest)
 	.envs/oldest/bin/python $(TESTS) $(NOT_BESIDE) $(NOT_IN_OLDEST) $(WITH_TENSORFLOW:%=--ignore %) -m 'not slow' \
@@ -175,7 +175,7 @@ test-tensorflow: .envs/tensorflow/.stamp
 	.envs/tensorflow/bin/python $(TESTS) $(WITH_TENSORFLOW) tests/notebooks -k 'not notebook or tensorflow' \
 		tests/architecture/test_environments.py --share $(SHARE) $(ARGS)
 
-WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py tests/refusals/test_every_argument.py
+WITH_JAX := tests/adapters/test_jax.py tests/refusals/test_jax_arguments.py tests/refusals/test_every_argument.py tests/how_to/test_pages.py
 test-jax: .envs/jax/.stamp
 	$(call compile,jax)
 	.envs/jax/bin/python $(TESTS) $(WITH_JAX) tests/architecture/test_environments.py --share $(SHARE) $(ARGS)
@@ -237,7 +237,7 @@ wheels: .envs/wheels/.stamp
 # It reads the source and imports none of it. Open site/index.html: it needs neither a server nor the network.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: .envs/docs/.stamp
-	.envs/docs/bin/python -m mkdocs build --strict --config-file .ci/mkdocs.yml
+	.envs/docs/bin/python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 lint: .envs/newest/.stamp
 	$(RUN) -m ruff check .

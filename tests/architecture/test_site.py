@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CHECK = Path(__file__).parents[2] / ".ci" / "docs" / "built.py"
+CHECK = Path(__file__).parents[2] / "docs" / "builder" / "built.py"
 
 pytestmark = pytest.mark.skipif(not CHECK.exists(), reason="this is not a checkout")
 

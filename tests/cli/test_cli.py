@@ -366,14 +366,14 @@ def test_wrong_usage_is_a_sentence(call, arguments):
     assert ".." not in err
 
 
-def test_the_exit_codes_are_in_the_help_and_the_readme(call, monkeypatch):
+def test_the_exit_codes_are_in_the_help_and_the_reference(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    reference = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
     help_text = " ".join(call("--help")[1].split())
     for code, meaning in ((OK, "all is well"), (WRONG, "something is wrong"), (USAGE, "wrong usage"),
                           (INTERRUPTED, "Ctrl-C")):  # fmt: skip
         assert f"{code} {meaning}" in help_text
-        assert f"| {code} | {meaning}" in readme
+        assert f"| {code} | {meaning}" in reference
 
 
 LOOKS = ("info", "ls", "head", "describe", "verify", "export", "evict", "resize", "watch", "sql")

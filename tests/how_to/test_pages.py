@@ -1,15 +1,30 @@
-"""The pages of docs/how-to: each block of code runs, in the order of its page, and does as the page says."""
+"""The pages of docs/: each block of code runs, in the order of its page, and does as the page says."""
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from processes import Script
 
-PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+PAGES = Path(__file__).parents[2] / "docs"
+#: Pages whose code others run, or that need more than a script can have.
+ELSEWHERE = {
+    "design.md": "it has no code",
+    "install.md": "it has commands alone",
+    "command-line.md": "it has commands alone",
+    "types.md": "it has no code",
+    "errors.md": "it has no code",
+    "shuffles.md": "it has no code",
+    "many-machines.md": "tests/adapters/test_ray.py and test_spark.py have its functions, and a notebook",
+}
 START = """
     import os, runpy, sys
 
@@ -22,14 +37,19 @@ START = """
 
 def blocks(page: str) -> str:
     """The Python of a page."""
-    return "\n".join(
-        re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
-    )
+    text = next(PAGES.glob(f"*/{page}")).read_text()
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 
 
-def run(folder: Path, page: str, then: str, before: str = "") -> str:
+def run(
+    folder: Path, page: str, then: str, before: str = "", instead: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Run the blocks of a page as one script, in a folder; what it printed."""
-    code = textwrap.dedent(before) + blocks(page).replace('"/data/', f'"{folder}/')
+    code = blocks(page)
+    for text, other in instead.items():
+        assert text in code, text
+        code = code.replace(text, other)
+    code = textwrap.dedent(before) + code.replace('"/data/', f'"{folder}/')
     code = re.sub(r'capacity="\d+GB"', 'capacity="64MB"', code).replace("timeout=600", "timeout=60")
     (folder / "script.py").write_text(code + "\n" + textwrap.dedent(then))
     with Script(START, folder) as script:
@@ -82,8 +102,11 @@ def test_a_policy_learns_from_groups_of_rollouts_that_come_once(tmp_path):
 
 
 def test_each_page_has_a_test():
-    text = Path(__file__).read_text()
-    assert [path.name for path in PAGES.iterdir() if f'"{path.name}"' not in text] == []
+    tests = [*Path(__file__).parent.glob("test_*.py"), *Path(__file__).parents[1].glob("readme/test_*.py")]
+    text = "".join(path.read_text() for path in tests)
+    pages = sorted(PAGES.glob("*/*.md"))
+    assert [page.name for page in pages if not re.search(rf'[/"]{page.name}"', text)] == []
+    assert [name for name, why in ELSEWHERE.items() if why.startswith("it has") and blocks(name)] == []
 
 
 @pytest.mark.slow
@@ -136,3 +159,159 @@ def test_a_frozen_cache_is_read_by_two_ranks_from_two_copies(tmp_path):
         print(sorted(rows[0] + rows[1]) == list(range(1280)), rows[2] == rows[0])
     """.replace("COPY", f"{tmp_path}/copy")
     assert run(tmp_path, "frozen.md", then, before).split() == ["True"] * 4
+
+
+#: A cache with 100 rows of pictures and labels.
+PICTURES = """
+    import numpy as np
+    import arrowcache as ac
+
+    schema = ac.Schema({"image": ac.Tensor("float32", (8, 8)), "label": ac.Tensor("int64")})
+    made = ac.Cache.create("CACHE", schema, capacity="64MB", segment_rows=10, exist_ok=True)
+    rng = np.random.default_rng(0)
+    with made.writer() as writer:
+        writer.extend(image=rng.random((100, 8, 8), np.float32), label=np.arange(100) % 5)
+"""
+
+
+def pictures(folder: Path) -> str:
+    return PICTURES.replace("CACHE", f"{folder}/cache")
+
+
+@pytest.mark.slow
+def test_batches_go_to_a_device(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    before = """
+        import torch
+
+        any_iterable_of_batches = [{"x": torch.arange(4), "nested": [torch.ones(4, 2)]} for _ in range(3)]
+        seen = []
+    """
+    out = run(
+        tmp_path, "pytorch.md", "print(len(seen))", pictures(tmp_path) + before,
+        {  # a processor stands for the GPUs
+            '"cuda"': '"cpu"', '["cuda:0", "cuda:1"]': '["cpu", "cpu"]',
+            "...": "seen.append(1)", 'cache", 64, num_workers=4': 'cache", 10, num_workers=2',
+        },
+    )  # fmt: skip
+    assert out.split() == ["16"]
+
+
+@pytest.mark.slow
+def test_sources_sample_tables_and_arrays(tmp_path):
+    zarr = pytest.importorskip("zarr", "3.0")
+    pq.write_table(
+        pa.table({"image": [[1.0, 2.0]] * 50, "label": range(50), "year": [2020, 2021] * 25}),
+        tmp_path / "table.parquet",
+    )
+    group = zarr.create_group(tmp_path / "run.zarr")
+    group.create_array("signal", data=np.ones((1000, 12), np.float32), chunks=(100, 12))
+    group.create_array("label", data=np.arange(1000), chunks=(100,))
+    zarr.create_group(tmp_path / "era5.zarr").create_array(
+        "t2m", data=np.zeros((2100, 64, 64), np.float32), chunks=(42, 64, 64),
+        dimension_names=["time", "lat", "lon"],
+    )  # fmt: skip
+    then = """
+        assert len({*labels}) > 5 and all(label % 2 for label in labels)
+        rng = np.random.default_rng(0)
+        first = next(noisy(rng))
+        row = {name: values[0] for name, values in first.items()} if isinstance(first, ac.Rows) else first
+        print(len(labels), row["signal"].shape, train.schema["data"].shape)
+    """
+    take = 'pool.wait(rows=8, timeout=60)\n    labels = cache.dataset().to_table()["label"].to_pylist()'
+    before = "import numpy as np\nimport arrowcache as ac\n"
+    out = run(
+        tmp_path, "sources.md", then, before,
+        {
+            "s3://bucket/table/?region=eu-central-1": f"{tmp_path}/table.parquet",
+            "s3://bucket": str(tmp_path),
+            "reads=32),": "reads=32) as pool,",
+            "...": take,
+        },
+    )  # fmt: skip
+    assert int(out.split()[0]) >= 8
+    assert out.split(maxsplit=1)[1].split(")") == ["(256, 12", " (6, 64, 64", "\n"]
+
+
+@pytest.mark.slow
+def test_a_cache_is_looked_into(tmp_path):
+    pytest.importorskip("duckdb", reason="DuckDB is not installed")
+    pytest.importorskip("ipywidgets", reason="the extra explore is not installed")
+    then = """
+        print(len(dark), dark["label"].unique().tolist())
+    """
+    more = {'"83:26"': '"3:6"'}
+    assert run(tmp_path, "look-inside.md", then, pictures(tmp_path), more).split() == ["20", "[3]"]
+
+
+@pytest.mark.slow
+def test_a_cache_is_a_folder(tmp_path):
+    before = """
+        import arrowcache as ac
+
+        path, schema = "made", {"x": ac.Tensor("int64")}
+    """
+    then = "print(len(cache.schema), cache.stats().rows)"
+    assert run(tmp_path, "cache.md", then, before, {"64MiB": "1MiB"}).split() == ["1", "0"]
+
+
+@pytest.mark.slow
+def test_a_pace_and_a_snapshot(tmp_path):
+    then = """
+        print(cache.store.settings.pace.max_reuse)
+    """
+    before = pictures(tmp_path) + "    cache = made\n"
+    assert run(tmp_path, "pace.md", then, before).split() == ["8"]
+
+
+@pytest.mark.slow
+def test_each_for_is_an_epoch(tmp_path):
+    before = pictures(tmp_path) + "    loader, seen = ac.Loader(made, 10), []\n"
+    out = run(tmp_path, "loader.md", "print(len(seen))", before, {"...": "seen.append(batch)"})
+    assert out.split() == ["10"]
+
+
+@pytest.mark.slow
+def test_jax_trains(tmp_path):
+    pytest.importorskip("jax", reason="JAX is not installed")
+    before = """
+        state, seen = None, []
+
+        def train_step(state, image, label):
+            assert isinstance(image, jax.Array) and image.shape == (10, 8, 8)
+            seen.append(label)
+    """
+    out = run(
+        tmp_path, "jax.md", "print(len(seen))", pictures(tmp_path) + before, {'cache", 64)': 'cache", 10)'}
+    )
+    assert out.split() == ["10"]
+
+
+@pytest.mark.slow
+def test_keras_trains_and_tfrecords_come_and_go(tmp_path):
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    before = f"""
+        import os, warnings
+        import tensorflow as tf
+        from arrowcache.tensorflow import to_tfrecords as export
+
+        warnings.filterwarnings("ignore", "Your input ran out of data")  # which the page tells
+        os.mkdir("{tmp_path}/old")
+        export(made, "{tmp_path}/old")
+        cache = ac.Cache.create("{tmp_path}/again", schema, capacity="64MB")
+        model = tf.keras.Sequential([tf.keras.layers.Flatten(), tf.keras.layers.Dense(5)])
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+
+        def to_inputs_and_targets(batch):
+            return batch["image"], batch["label"]
+    """
+    then = """
+        labels = sorted(int(row["label"]) for row in old)
+        print(cache.stats().rows, labels == sorted([0, 1, 2, 3, 4] * 20))
+    """
+    out = run(
+        tmp_path, "tensorflow.md", then, pictures(tmp_path) + before,
+        {"epochs=100": "epochs=2, verbose=0", 'cache", 64)': 'cache", 10)'},
+    )  # fmt: skip
+    assert out.split()[-2:] == ["100", "True"]

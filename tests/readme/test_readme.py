@@ -1,4 +1,4 @@
-"""README: its links lead somewhere, its code is code, and its first screen and recipes run as they stand."""
+"""README and the pages of docs/: links lead somewhere, code is code, and the examples run as they stand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from object_store import serve
 from processes import Script
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = [README, *sorted(ROOT.glob("docs/*/*.md"))]
 FIRST = "first screen"
 #: Stand-ins for the reader's own parts: a slow source, a step, and sizes that fit a test.
 PRELUDE = """
@@ -46,11 +47,11 @@ PRELUDE = """
 """
 
 
-def sections() -> dict[str, list[str]]:
+def sections(text: str) -> dict[str, list[str]]:
     """The Python blocks below each heading."""
     found: dict[str, list[str]] = {}
     heading, block, language = FIRST, [], None
-    for line in TEXT.splitlines():
+    for line in text.splitlines():
         if line.startswith("```"):
             if language is None:
                 language, block = line[3:], []
@@ -60,12 +61,18 @@ def sections() -> dict[str, list[str]]:
                 language = None
         elif language is not None:
             block.append(line)
-        elif match := re.fullmatch(r"#{2,} (.*)", line):
+        elif (match := re.fullmatch(r"#+ (.*)", line)) and line != "# arrowcache":
             heading = match[1]
     return found
 
 
-BLOCKS = sections()
+CODE = {page: sections(page.read_text()) for page in PAGES}
+
+
+def code(page: str, heading: str = "") -> list[str]:
+    """The blocks of a page below a heading, or below its title."""
+    found = CODE[ROOT / page]
+    return found[heading] if heading else next(iter(found.values()))
 
 
 def headings(text: str) -> set[str]:
@@ -74,23 +81,32 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("heading", BLOCKS)
-def test_its_code_is_python(heading):
-    for block in BLOCKS[heading]:
-        ast.parse(block)
+def test_their_code_is_python():
+    for page, found in CODE.items():
+        for blocks in found.values():
+            for block in blocks:
+                ast.parse(block, str(page))
 
 
-def test_its_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)\s]+)\)", TEXT) + re.findall(r'src="([^"]+)"', TEXT)
-    assert len(links) > 20
-    for link in links:
-        if "://" in link:
-            continue
-        name, _, anchor = link.partition("#")
-        path = ROOT / name if name else ROOT / "README.md"
-        assert path.exists(), link
-        if anchor:
-            assert anchor in headings(path.read_text()), link
+def test_their_links_lead_somewhere():
+    for page in PAGES:
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text):
+            if "://" in link:
+                continue
+            name, _, anchor = link.partition("#")
+            path = page.parent / name if name else page
+            assert path.exists(), (page, link)
+            if anchor:
+                assert anchor in headings(path.read_text()), (page, link)
+
+
+def test_readme_is_short_and_leads_to_each_page_of_how_to():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1500
+    pages = [page for page in PAGES if page.parent.name == "how-to"]
+    assert [page.name for page in pages if f"docs/how-to/{page.name}" not in text] == []
 
 
 START = """
@@ -104,7 +120,7 @@ START = """
 
 
 def run(folder: Path, *blocks: str, then: str = "") -> str:
-    """Run blocks of README as one script, in a folder; what it printed."""
+    """Run blocks of pages as one script, in a folder; what it printed."""
     code = "\n".join(blocks).replace('"/data/', f'"{folder}/').replace("range(100)", "range(3)")
     code = re.sub(r'capacity="\d+GB"', 'capacity="300MB"', code).replace("num_workers=4", "num_workers=2")
     (folder / "script.py").write_text(textwrap.dedent(PRELUDE) + "\n" + code + "\n" + textwrap.dedent(then))
@@ -129,7 +145,7 @@ def test_the_first_example_trains_while_samplers_publish_and_started_again_goes_
     """.replace("CACHE", repr(str(tmp_path / "cache")))
     rows = 0
     for _ in range(2):
-        now, batches, least, are_distinct = run(tmp_path, *BLOCKS[FIRST], then=then).split()
+        now, batches, least, are_distinct = run(tmp_path, *code("README.md"), then=then).split()
         assert int(now) >= max(rows, 64), "what the first run left is there"
         assert int(batches) >= 3
         assert least == "64"
@@ -141,7 +157,7 @@ def test_the_first_example_trains_while_samplers_publish_and_started_again_goes_
 @pytest.mark.smoke
 def test_the_recipe_of_a_slow_dataset_reads_each_item(tmp_path, torch):
     out = run(
-        tmp_path, "from torch.utils.data import DataLoader", *BLOCKS["A slow Dataset"],
+        tmp_path, "from torch.utils.data import DataLoader", *code("docs/how-to/slow-dataset.md"),
         then="""
         for _ in range(2):
             labels = [int(label) for _, labels in loader for label in labels]
@@ -154,7 +170,7 @@ def test_the_recipe_of_a_slow_dataset_reads_each_item(tmp_path, torch):
 @pytest.mark.slow
 def test_the_recipe_of_finite_data_has_each_row_once(tmp_path, torch):
     out = run(
-        tmp_path, *BLOCKS["Finite data, each row once an epoch"],
+        tmp_path, *code("docs/how-to/finite-data.md"),
         then="""
         for _ in range(2):
             labels = [int(label) for batch in loader for label in batch["label"]]
@@ -174,9 +190,9 @@ def test_the_recipe_of_documents_has_each_token_once(tmp_path, torch):
         for number in range(60):
             writer.append(tokens=np.arange(1000 * number, 1000 * (number + 1), dtype=np.int32))
     """
-    code = BLOCKS["Documents"][0].replace("...", "seen += labels[labels >= 0].tolist()")
+    pack = code("docs/how-to/documents.md")[0].replace("...", "seen += labels[labels >= 0].tolist()")
     out = run(
-        tmp_path, textwrap.dedent(begin), "seen = []", code,
+        tmp_path, textwrap.dedent(begin), "seen = []", pack,
         then="""
         firsts = [1000 * number for number in range(60)]
         left_out = sorted({*range(60_000)} - {*seen})
@@ -196,7 +212,7 @@ def test_the_recipe_of_a_cache_larger_than_memory_has_each_row_once(tmp_path, to
             writer.append(image=np.zeros((64, 64), np.float32), label=number)
     """
     out = run(
-        tmp_path, textwrap.dedent(begin), *BLOCKS["A cache larger than memory"],
+        tmp_path, textwrap.dedent(begin), *code("docs/how-to/larger-than-memory.md"),
         then="""
         print(sorted(int(label) for batch in loader for label in batch["label"]) == list(range(640)))
         loader.close()
@@ -208,7 +224,7 @@ def test_the_recipe_of_a_cache_larger_than_memory_has_each_row_once(tmp_path, to
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_the_recipe_of_resuming_loses_and_repeats_nothing(tmp_path, torch):
-    save, resume = BLOCKS["Resume"]
+    save, resume = code("docs/how-to/resume.md")
     begin = """
     cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=50)
     with cache.writer() as writer:
@@ -234,7 +250,7 @@ def test_the_recipe_of_resuming_loses_and_repeats_nothing(tmp_path, torch):
 
 @pytest.mark.slow
 def test_the_recipe_of_rows_leaves_some_out_and_sees_others_more_often(tmp_path, torch):
-    choose, weigh = BLOCKS["Rows to leave out, and rows to see more often"]
+    choose, weigh = code("docs/how-to/choose-rows.md")
     begin = """
     cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)
     with cache.writer() as writer:
@@ -276,7 +292,7 @@ def test_the_recipe_of_held_out_data_splits_segments(tmp_path, torch):
             writer.append(image=np.zeros((64, 64), np.float32), label=number // 64)
     """
     out = run(
-        tmp_path, textwrap.dedent(begin), *BLOCKS["Held-out data"],
+        tmp_path, textwrap.dedent(begin), *code("docs/how-to/finite-data.md", "Held-out data"),
         then="""
         for loader in (train, validate):
             print(sorted({int(label) for batch in loader for label in batch["label"]}))
@@ -292,7 +308,9 @@ def test_the_recipe_of_held_out_data_splits_segments(tmp_path, torch):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_recipe_of_pools_under_ddp_has_one_pool_a_node(tmp_path, torch, monkeypatch, rank):
     monkeypatch.setenv("LOCAL_RANK", rank)
-    block = BLOCKS["Pools under DDP"][0].replace("epoch_rows=100_000", "epoch_rows=256, wait_rows=1")
+    block = code("docs/how-to/ranks.md", "Pools under DDP")[0].replace(
+        "epoch_rows=100_000", "epoch_rows=256, wait_rows=1"
+    )
     begin = """
     cache = ac.Cache.create("cache", schema, capacity="100MB", segment_rows=64)
     with cache.writer() as writer:
@@ -356,11 +374,11 @@ STORE = """
         "cache", ac.Schema({NAME: ac.Tensor("float32", (1024,))}), "16MB", segment_rows=64
     )
 """
-READER, ZARR, DATASET, SIMULATOR = BLOCKS["Samplers"]
+READER, ZARR, DATASET, SIMULATOR = code("docs/how-to/samplers.md")
 
 
 def test_each_of_the_four_samplers_takes_fewer_than_ten_lines():
-    for block in BLOCKS["Samplers"]:
+    for block in code("docs/how-to/samplers.md"):
         assert len([line for line in block.splitlines() if line and "import" not in line]) < 10
 
 

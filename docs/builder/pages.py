@@ -24,18 +24,17 @@ def on_files(files, config):
         add(uri)
     config.nav = [
         add("README.md"),
-        {"Guides": [add(uri, content=markdown(uri)) for uri in found("notebooks/*.ipynb")]},
+        {"Tutorials": [add(uri, content=markdown(uri)) for uri in found("notebooks/*.ipynb")]},
+        {"How to": [add(uri) for uri in found("docs/how-to/*.md")]},
+        {"Explanation": [add(uri) for uri in found("docs/explanation/*.md")]},
         {
-            "Reference": [
+            "Reference": [add(uri) for uri in found("docs/reference/*.md")]
+            + [
                 {module: add(f"{module}.md", content=f"::: {module}\n    options: {{members: {names}}}\n")}
                 for module, names in public_names().items()
             ]
         },
-        {
-            "Project": [
-                add(uri) for uri in found("[!R]*.md") + found("docs/*/*.md") + found("benchmarks/*.md")
-            ]
-        },
+        {"Project": [add(uri) for uri in found("[!R]*.md") + found("benchmarks/*.md")]},
     ]
     return files
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING: its map has each module, with the first line of its docstring; whatever it names is there."""
+"""CONTRIBUTING and its pages: the map has each module, by its docstring; whatever they name is there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "arrowcache"
-FILE = ROOT / "CONTRIBUTING.md"
+PAGE, DEVELOPING = (ROOT / "docs/explanation" / name for name in ("modules.md", "developing.md"))
+TEXT = "".join(path.read_text() for path in (ROOT / "CONTRIBUTING.md", PAGE, DEVELOPING))
 MAP = re.compile(r"(?<=\n)arrowcache/  .*?(?=```\n)", re.DOTALL)
 """The tree that begins with the package. `python tests/architecture/test_contributing.py` writes it anew: all
 lines where they were, those of new modules at the end of their folders.
 """
-PARTS = ("", "arrowcache/", "tests/native/", "arrowcache/native/", ".ci/")
+PARTS = ("", "arrowcache/", "tests/native/", "arrowcache/native/")
 """Where a path that the text names may begin."""
 MADE = ("CACHE/", "constraints/NAME", "dist/", "fuzz-found/", "site/")
 """How names of files begin that are none of the repository's."""
@@ -76,8 +77,8 @@ def written(tree: str, said: dict[str, str]) -> str:
 
 
 def tree() -> str:
-    match = MAP.search(FILE.read_text())
-    assert match, "CONTRIBUTING.md has no tree of arrowcache/"
+    match = MAP.search(PAGE.read_text())
+    assert match, f"{PAGE} has no tree of arrowcache/"
     return match[0]
 
 
@@ -132,7 +133,7 @@ def test_the_layers_are_those_that_imports_are_held_to():
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
     )
-    line = next(line for line in FILE.read_text().splitlines() if line.startswith("An import may only"))
+    line = next(line for line in TEXT.splitlines() if line.startswith("An import may only"))
     said = [{*re.findall(r"`(\w+)`", layer)} for layer in line.partition(". ")[0].split(";")]
     known = [number for number in sorted({*numbers.values()}, reverse=True) if number > 0]
     named = [{name for name in numbers if numbers[name] == number} for number in known]
@@ -152,8 +153,8 @@ def missing(text: str) -> list[str]:
 
 
 def test_each_path_that_it_names_is_there():
-    assert len(named(FILE.read_text())) > 100
-    assert not missing(FILE.read_text())
+    assert len(named(TEXT)) > 100
+    assert not missing(TEXT)
 
 
 def test_a_path_that_is_not_there_is_seen():
@@ -163,16 +164,16 @@ def test_a_path_that_is_not_there_is_seen():
 
 def test_each_command_of_make_that_it_names_is_one():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    commands = set(re.findall(r"(?:`|\n)make ([\w-]+)", FILE.read_text()))
+    commands = set(re.findall(r"(?:`|\n)make ([\w-]+)", TEXT))
     assert len(commands) > 10
     assert commands <= {*targets}
 
 
 def test_each_folder_of_tests_is_in_its_tree():
-    tree = FILE.read_text().partition("\ntests/\n")[2].partition("\nbenchmarks/ ")[0]
+    tree = DEVELOPING.read_text().partition("\ntests/\n")[2].partition("\nbenchmarks/ ")[0]
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
     assert folders == set(re.findall(r"^  (\w+)", tree, re.MULTILINE))
 
 
 if __name__ == "__main__":
-    FILE.write_text(MAP.sub(lambda match: written(match[0], modules()), FILE.read_text()))
+    PAGE.write_text(MAP.sub(lambda match: written(match[0], modules()), PAGE.read_text()))

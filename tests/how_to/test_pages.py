@@ -18,6 +18,8 @@ PAGES = Path(__file__).parents[2] / "docs"
 #: Pages whose code others run, or that need more than a script can have.
 ELSEWHERE = {
     "design.md": "it has no code",
+    "modules.md": "it has no code",
+    "developing.md": "it has no code",
     "install.md": "it has commands alone",
     "command-line.md": "it has commands alone",
     "types.md": "it has no code",

@@ -125,7 +125,7 @@ else:  # a type checker that saw this would take any name for one of ours
         return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "sys"})
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "ArrowCacheError",

@@ -20,7 +20,7 @@ def on_files(files, config):
     def found(pattern):
         return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
 
-    for uri in [*found("*/pictures/*.png"), "arrowcache/demo.py"]:
+    for uri in [*found("*/pictures/*.png"), "arrowcache/demo.py", "docs/llms.txt"]:
         add(uri)
     config.nav = [
         add("README.md"),

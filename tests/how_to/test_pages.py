@@ -23,6 +23,7 @@ ELSEWHERE = {
     "install.md": "it has commands alone",
     "command-line.md": "it has commands alone",
     "types.md": "it has no code",
+    "glossary.md": "it has no code",
     "errors.md": "it has no code",
     "shuffles.md": "it has no code",
     "many-machines.md": "tests/adapters/test_ray.py and test_spark.py have its functions, and a notebook",
@@ -317,3 +318,54 @@ def test_keras_trains_and_tfrecords_come_and_go(tmp_path):
         {"epochs=100": "epochs=2, verbose=0", 'cache", 64)': 'cache", 10)'},
     )  # fmt: skip
     assert out.split()[-2:] == ["100", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_ten_tasks(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    before = """
+        import time
+        import numpy as np
+        import torch
+
+        seen = []
+        documents = [np.arange(50, dtype=np.int32)] * 40
+
+        def read_far_away(key):
+            time.sleep(0.001)
+            return np.full((3, 32, 32), key % 7, np.float32), key % 7
+
+        def step(image, label):
+            assert image.shape == (64, 3, 32, 32) and (image[:, 0, 0, 0] == label).all()
+            seen.append(len(label))
+
+        def losses_of(batch):
+            return torch.where(batch["label"] == 2, 5.0, 0.1)
+
+        class Slow:
+            def __len__(self):
+                return 70
+            def __getitem__(self, index):
+                if index >= 70:
+                    raise IndexError(index)
+                return {"x": np.full(4, index, np.float32)}
+
+        def stream():
+            yield from (Slow()[index] for index in range(70))
+
+        dataset = Slow()
+    """
+    then = """
+        print(len(seen) > 2, len([*train]) > len([*validate]), sum(len(batch["x"]) for batch in batches))
+        print({int(label) for batch in some for label in batch["label"]} <= {0, 1, 2})
+        print(np.mean([float((batch["label"] == 2).float().mean()) for batch in often]) > 0.4, len([*passing]))
+    """
+    out = run(
+        tmp_path,
+        "ten-tasks.md",
+        then,
+        before,
+        {"...": "pass", "\npool.stop()": "\npool.wait(rows=4000, timeout=120)\npool.stop()"},
+    )
+    assert out.split()[-6:] == ["True", "True", "70", "True", "True", "70"]

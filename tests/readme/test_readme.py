@@ -14,7 +14,7 @@ from processes import Script
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted(ROOT.glob("docs/*/*.md"))]
+PAGES = [README, ROOT / "docs/llms.txt", *sorted(ROOT.glob("docs/*/*.md"))]
 FIRST = "first screen"
 #: Stand-ins for the reader's own parts: a slow source, a step, and sizes that fit a test.
 PRELUDE = """

@@ -142,7 +142,7 @@ NOT_IN_OLDEST := --ignore tests/architecture --ignore tests/benchmarks --ignore 
 	--ignore tests/crash/test_disk.py --ignore tests/crash/test_faults.py --ignore tests/crash/test_power.py
 
 # What `make test` has not run: what is slow, and what needs a package that .envs/test has not.
-MORE := accelerate|boto3|datasets|distributed|jedi|jupyterlab|lightning|loky|moto|mypy|obstore|polars|psutil|selenium|tensordict|torchdata|transformers
+MORE := accelerate|boto3|datasets|distributed|jedi|jupyterlab|lightning|loky|moto|mypy|obstore|polars|prometheus_client|psutil|selenium|tensordict|torchdata|transformers
 NEEDING_MORE := $(shell grep --recursive --files-with-matches --extended-regexp 'importorskip..($(MORE))' --include='test_*.py' tests)
 test-newest: .envs/newest/.stamp
 	$(call compile,newest)

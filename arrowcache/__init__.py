@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         SchemaError,
         WorkerError,
     )
+    from arrowcache.explore.metrics import metrics
     from arrowcache.reading.columns import Values
     from arrowcache.reading.loader import Loader
     from arrowcache.reading.snapshot import Snapshot
@@ -112,6 +113,8 @@ else:  # a type checker that saw this would take any name for one of ours
                 from arrowcache.storage import overview as home
             case "Pace":
                 from arrowcache.storage import pace as home
+            case "metrics":
+                from arrowcache.explore import metrics as home
             case "Problem":
                 from arrowcache.storage import verification as home
             case "Writer":
@@ -159,4 +162,5 @@ __all__ = [
     "Values",
     "WorkerError",
     "Writer",
+    "metrics",
 ]

@@ -104,9 +104,11 @@ def format_enough(nbytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a time to two digits or so: 0.0314 -> "31 ms", 125 -> "2.1 min"; below zero is "0 s"."""
+    """Print a time to two digits or so: 0.0314 -> "31 ms", 125 -> "2.1 min"; below 0.5 us it is "0 s"."""
+    if seconds < 0.0005:
+        return f"{1e6 * seconds:.0f} us" if seconds >= 5e-7 else "0 s"
     if seconds < 1:
-        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
+        return f"{1000 * seconds:.0f} ms"
     for unit, factor in (("s", 60), ("min", 60), ("h", 48)):
         if seconds < factor:
             return f"{seconds:.1f} {unit}" if seconds < 10 else f"{seconds:.0f} {unit}"

@@ -658,6 +658,12 @@ def watch(
 
 
 @app.command()
+def metrics(cache: CachePath) -> None:
+    """Print what a cache, its loaders and samplers do, as OpenMetrics text, for Prometheus."""
+    write(ac.metrics(cache).rstrip("\n"))
+
+
+@app.command()
 def explore(
     cache: CachePath,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,

@@ -81,7 +81,8 @@ class SeenLoader:
     """A loader since it was made, as its `LoaderStats` say it; with what is in progress.
 
     `key` tells it from others. `is_waiting`: its consumer waits at this moment. `bytes_per_second` is of the
-    time inside epochs. `stage_seconds` is behind `bottleneck`.
+    time inside epochs. `stage_seconds` is behind `bottleneck`. `waited` is how many of its consumer's waits
+    were shorter than each of `storage.counters.WAITS` and no shorter than the one before, then longer ones.
     """
 
     key: int
@@ -100,6 +101,7 @@ class SeenLoader:
     bottleneck: str
     bytes_per_second: float
     stage_seconds: Mapping[str, float]
+    waited: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,7 @@ def _loader(seen: LoaderCounts) -> SeenLoader:
         bottleneck=bottleneck_of(seen.batches, stalls, seconds, stall_seconds, stages),
         bytes_per_second=seen.bytes / seconds if seconds else 0.0,
         stage_seconds=stages,
+        waited=seen.waited,
     )
 
 

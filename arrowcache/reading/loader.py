@@ -304,8 +304,8 @@ class Loader(Closable):
         """Let a loader with `once` choose other rows, from the next `next` on.
 
         That looks anew at the rows that the name has not had, oldest first, until its batch is full: at some
-        0.05 us for each that does not match, and 0.5 where its columns are read for the first time. Columns of
-        numbers stay in memory for that, up to a sixteenth of it.
+        0.05 us for each that does not match, and 0.5 where its columns are read for the first time. Numbers
+        stay in memory for that, up to a sixteenth of it.
 
         Args:
             rows: as of `Loader`, such as `pyarrow.compute.field("version") >= 7`.

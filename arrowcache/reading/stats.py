@@ -24,6 +24,7 @@ from arrowcache.lifetimes import forgets_in_child
 from arrowcache.limits import Limits
 from arrowcache.linux import PAGE_BYTES
 from arrowcache.reading.shuffle import Shuffle
+from arrowcache.storage.counters import WAITS
 from arrowcache.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ STAGES = ("samplers", "pace", "store", "gather", "transform", "start")
 _NO_STALL = 0.05  # a smaller share of the time is not worth a word
 _SHOW_SECONDS = 0.1
 _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
+_STEPS = 8  # of equal width, into which an octave of waits is divided
 
 _CHOICE_ADVICE = {
     "where": "a quicker where, or longer epochs, since it is asked of each segment as one begins",
@@ -86,6 +88,8 @@ class LoaderStats(Shown):
     of a dataset could not be made, in all epochs, with on_error="skip". `unread_rows` is how many rows left
     the cache, since a loader with `once` was made, before its name had them: also those that `rows` refuses,
     and with a `where` only those that it saw. Such a loader counts no epochs.
+    `wait_p50_seconds`, `wait_p95_seconds` and `wait_p99_seconds`: half of all calls of `iter` and `next`, and
+    so many in a hundred, waited no longer than that, to an eighth; 0 where the batch was there.
     """
 
     epochs: int
@@ -118,6 +122,9 @@ class LoaderStats(Shown):
     repeats: bool = False
     left_out_items: int = 0
     unread_rows: int = 0
+    wait_p50_seconds: float = 0.0
+    wait_p95_seconds: float = 0.0
+    wait_p99_seconds: float = 0.0
 
     @property
     def advice(self) -> str:
@@ -204,6 +211,10 @@ class LoaderStats(Shown):
         )
 
     def _facts(self) -> Iterator[tuple[str, str]]:
+        waits = self.wait_p50_seconds, self.wait_p95_seconds, self.wait_p99_seconds
+        if waits[-1]:
+            shown = ", ".join(map(format_seconds, waits))
+            yield "waits", f"{shown} at most, for 50, 95 and 99 of 100 batches"
         if self.rows:
             yield "age", f"{format_seconds(self.age_seconds)} since rows were published, on average"
         slots = (
@@ -241,6 +252,7 @@ class Meter:
         # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
+        self.waited = [0] * (_STEPS * (len(WAITS) + 1))  # how many were of each length: see `_place_of`
         self._runs: dict[object, float] = {}
         # The next update of the page. During a wait each change is shown, until a batch is delivered.
         self._page: LoaderPage | None = None
@@ -271,7 +283,7 @@ class Meter:
         elsewhere = [*self._elsewhere()]
         with self._lock:
             counts = self.epochs, self.batches, self.rows, self.nbytes, self.stalls
-            page.show(counts, self._times(elsewhere))
+            page.show(counts, self._times(elsewhere), self._octaves())
             self._due = Limits.current.clock() + _SHOW_SECONDS
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
 
@@ -285,6 +297,19 @@ class Meter:
         times["seconds"] = self.epoch_seconds, [*self._runs.values()]
         times["stall"] = self.stall_seconds, [*self._waits.values()]
         return times
+
+    def _octaves(self) -> list[int]:
+        return [sum(self.waited[place : place + _STEPS]) for place in range(0, len(self.waited), _STEPS)]
+
+    def _wait_of(self, share: float) -> float:
+        """Return the wait that so large a share of all calls did not exceed."""
+        calls = max(self.batches + self.epochs, sum(self.waited))
+        left = calls - math.ceil(share * calls)  # that may be longer
+        for place in reversed(range(len(self.waited))):
+            left -= self.waited[place]
+            if left < 0:
+                return _end_of(place)
+        return 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -444,6 +469,9 @@ class Meter:
                 repeats=self.repeats,
                 left_out_items=self.left_out_items,
                 unread_rows=self.unread_rows,
+                wait_p50_seconds=self._wait_of(0.5),
+                wait_p95_seconds=self._wait_of(0.95),
+                wait_p99_seconds=self._wait_of(0.99),
             )
 
 
@@ -456,6 +484,25 @@ def bottleneck_of(
     if stall_seconds < _NO_STALL * seconds:
         return "consumer" if batches else "none"
     return max(stages, key=lambda name: stages[name])
+
+
+def _place_of(seconds: float) -> int:
+    """Return the place of a wait among the counts: each octave of WAITS has _STEPS places of equal width.
+
+    As HdrHistogram's buckets (hdrhistogram.org): so a length is known to an eighth, at any scale.
+    """
+    part, octave = math.frexp(seconds * 1e6)  # seconds are part * 2**octave us, and part is in [1/2, 1)
+    if octave <= 0:
+        return 0 if seconds <= 0 else min(_STEPS - 1, int(seconds * 1e6 * _STEPS))
+    return min(_STEPS * octave + int((2 * part - 1) * _STEPS), _STEPS * (len(WAITS) + 1) - 1)
+
+
+def _end_of(place: int) -> float:
+    """Return the longest wait, in seconds, that `_place_of` puts at a place."""
+    octave, step = divmod(place, _STEPS)
+    if not octave:
+        return (step + 1) / _STEPS * 1e-6
+    return float(2 ** (octave - 1) * (1 + (step + 1) / _STEPS) * 1e-6)
 
 
 class Waiting:
@@ -477,6 +524,7 @@ class Waiting:
             seconds = now - meter._waits.pop(threading.get_ident(), now)
             meter.stall_seconds += seconds
             meter.stalls += seconds > _HAND_OVER_SECONDS
+            meter.waited[_place_of(seconds)] += 1
         if meter._shows_a_wait:
             meter.show()
 

@@ -13,8 +13,9 @@ process of the same user is.
 
 The record of a loader has epochs, batches, rows, bytes, stalls; then three numbers for each of TIMED: seconds
 that it took until it last ended, how many threads are at it, since when they are on average. So it goes on
-rising for a reader, in whatever the loader's process is stuck. The counts are written with each batch, all of
-it some ten times a second.
+rising for a reader, in whatever the loader's process is stuck. Then how many waits of its consumer took less
+than 1 us, less than 2 us and no less than 1, and so on for each of WAITS. The counts are written with each
+batch, all of it some ten times a second.
 
 The record of a sampler has task, rows drawn for it, rows of its segment, when the last row was drawn, its
 state, how many samples it has left out, of all its tasks, and its reads: see ReadCounts. Of a sampler on
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 TIMED = ("seconds", "stall", "samplers", "pace", "store", "gather", "transform", "start")
+WAITS = tuple(1e-6 * 2**n for n in range(27))  # seconds, up to 67: what is longer counts beside
 _PAGE_BYTES = 4096  # on machines of larger pages, too
 _RECORD_AT, _PATH_AT = 128, 1024
 _HEAD = struct.Struct("<16sqqQQ")
@@ -178,9 +180,9 @@ def _text(padded: bytes) -> str:
 class LoaderPage(_Page):
     """The page of one loader. Made by `open`."""
 
-    name, magic, version = _LOADER, b"arrowcache panel", 1
+    name, magic, version = _LOADER, b"arrowcache panel", 2
     identity = struct.Struct("<Q16s")
-    record = struct.Struct("<5q" + "dqd" * len(TIMED))
+    record = struct.Struct("<5q" + "dqd" * len(TIMED) + "q" * (len(WAITS) + 1))
 
     @classmethod
     def open(cls, folder: Path, workers: int, shuffle: str | None) -> LoaderPage:
@@ -193,27 +195,32 @@ class LoaderPage(_Page):
             _COUNTS.pack_into(page, _RECORD_AT, *counts)
 
     def show(
-        self, counts: tuple[int, int, int, int, int], times: Mapping[str, tuple[float, Sequence[float]]]
+        self,
+        counts: tuple[int, int, int, int, int],
+        times: Mapping[str, tuple[float, Sequence[float]]],
+        waits: Sequence[int],
     ) -> None:
-        """Show counts and times.
+        """Show counts, times and waits.
 
         Args:
             counts: epochs, batches, rows, bytes, stalls.
             times: of each of TIMED, the seconds that it took, and since when each thread is at it now.
+            waits: how many were shorter than each of WAITS, and no shorter than the one before; longer ones.
         """
         if (page := self._page) is not None:
             numbers: list[float] = []
             for name in TIMED:
                 seconds, since = times[name]
                 numbers += [seconds, len(since), sum(since) / max(1, len(since))]
-            self.record.pack_into(page, _RECORD_AT, *counts, *numbers)
+            self.record.pack_into(page, _RECORD_AT, *counts, *numbers, *waits)
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderCounts:
     """The counts of a loader at one moment. `key` tells it from others.
 
-    `waits` is how many threads of the consumer wait now; `took` has the seconds of each of TIMED up to now.
+    `waits` is how many threads of the consumer wait now; `took` has the seconds of each of TIMED up to now;
+    `waited` is how many waits were shorter than each of WAITS and no shorter than the one before; and others.
     """
 
     key: int
@@ -227,6 +234,7 @@ class LoaderCounts:
     stalls: int
     waits: int
     took: Mapping[str, float]
+    waited: tuple[int, ...]
 
 
 def seen_loaders(
@@ -247,7 +255,8 @@ def seen_loaders(
 def _loader_counts(page: _SeenPage, now: float) -> LoaderCounts | None:
     """None if no loader ever shows this."""
     workers, shuffle = page.identity
-    epochs, batches, rows, nbytes, stalls, *times = page.record
+    epochs, batches, rows, nbytes, stalls, *others = page.record
+    times, waited = others[: 3 * len(TIMED)], others[3 * len(TIMED) :]
     took, threads = {}, {}
     for number, name in enumerate(TIMED):
         seconds, count, since = times[3 * number : 3 * number + 3]
@@ -255,6 +264,8 @@ def _loader_counts(page: _SeenPage, now: float) -> LoaderCounts | None:
         threads[name] = count
         if not 0 <= took[name] < _MAX_SECONDS:
             return None
+    if min(waited) < 0:
+        return None
     return LoaderCounts(
         key=page.key,
         pid=page.pid,
@@ -267,6 +278,7 @@ def _loader_counts(page: _SeenPage, now: float) -> LoaderCounts | None:
         stalls=stalls,
         waits=threads["stall"],
         took=took,
+        waited=tuple(waited),
     )
 
 

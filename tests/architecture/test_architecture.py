@@ -47,7 +47,7 @@ PUBLIC = [
     "CacheStats", "CorruptSegmentError", "Loader", "LoaderStats", "LoaderTimeoutError", "LockTimeoutError",
     "MissingSegmentsError", "Pace", "PoolStats", "Problem", "Ragged", "RowId",
     "Rows", "SamplerError", "SamplerPool", "Schema", "SchemaError", "SegmentInfo",
-    "Snapshot", "String", "Tensor", "Timestamp", "Values", "WorkerError", "Writer",
+    "Snapshot", "String", "Tensor", "Timestamp", "Values", "WorkerError", "Writer", "metrics",
 ]  # fmt: skip
 
 
@@ -376,7 +376,8 @@ def test_every_export_and_each_of_its_methods_is_documented():
         thing = getattr(arrowcache, name)
         is_signature = (thing.__doc__ or "").startswith(f"{name}(")  # a dataclass' own is no docstring
         undocumented += [] if inspect.getdoc(thing) and not is_signature else [name]
-        methods = {} if issubclass(thing, Exception) else vars(thing)
+        is_class = isinstance(thing, type) and not issubclass(thing, Exception)
+        methods = vars(thing) if is_class else {}
         undocumented += [
             f"{name}.{method}"
             for method, function in methods.items()

@@ -376,7 +376,7 @@ def test_the_exit_codes_are_in_the_help_and_the_reference(call, monkeypatch):
         assert f"| {code} | {meaning}" in reference
 
 
-LOOKS = ("info", "ls", "head", "describe", "verify", "export", "evict", "resize", "watch", "sql")
+LOOKS = ("info", "ls", "head", "describe", "metrics", "verify", "export", "evict", "resize", "watch", "sql")
 
 
 def arguments_of(command: str, path: Path) -> list[object]:

@@ -359,7 +359,8 @@ def test_ten_tasks(tmp_path):
     then = """
         print(len(seen) > 2, len([*train]) > len([*validate]), sum(len(batch["x"]) for batch in batches))
         print({int(label) for batch in some for label in batch["label"]} <= {0, 1, 2})
-        print(np.mean([float((batch["label"] == 2).float().mean()) for batch in often]) > 0.4, len([*passing]))
+        shares = [float((batch["label"] == 2).float().mean()) for batch in often]
+        print(np.mean(shares) > 0.4, len([*passing]))
     """
     out = run(
         tmp_path,
@@ -369,3 +370,31 @@ def test_ten_tasks(tmp_path):
         {"...": "pass", "\npool.stop()": "\npool.wait(rows=4000, timeout=120)\npool.stop()"},
     )
     assert out.split()[-6:] == ["True", "True", "70", "True", "True", "70"]
+
+
+@pytest.mark.slow
+def test_numbers_go_to_others(tmp_path):
+    before = """
+        import sys
+        from types import SimpleNamespace
+
+        logged, port = {}, 0
+        wandb, mlflow = SimpleNamespace(log=logged.update), SimpleNamespace(log_metrics=logged.update)
+        cache = made
+        loader = ac.Loader(cache, 10)
+        for batch in loader:
+            pass
+    """
+    then = """
+        import threading
+        from urllib.request import urlopen
+
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        sys.stderr = open("log", "w")  # the server's, of each request
+        served = urlopen(f"http://127.0.0.1:{server.server_port}", timeout=60).read().decode()
+        server.shutdown()
+        print(logged["loader/batches"], logged["cache.rows"], logged["loader/wait_p99_seconds"] >= 0)
+        print(text.endswith("# EOF\\n"), "arrowcache_loader_batches_total" in served)
+    """
+    out = run(tmp_path, "monitoring.md", then, pictures(tmp_path) + before, {"PORT": "port"})
+    assert out.split() == ["10", "100", "True", "True", "True"]

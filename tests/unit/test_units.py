@@ -117,8 +117,8 @@ def test_a_size_is_printed_with_a_binary_unit(nbytes, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (-3, "0 s"), (0.0004, "0 s"), (0.0314, "31 ms"), (0.9994, "999 ms"), (1, "1.0 s"),
-     (59, "59 s"), (125, "2.1 min"), (3599, "60 min"), (7200, "2.0 h"),
+    [(0, "0 s"), (-3, "0 s"), (0.0004, "400 us"), (4e-7, "0 s"), (0.0314, "31 ms"), (0.9994, "999 ms"),
+     (1, "1.0 s"), (59, "59 s"), (125, "2.1 min"), (3599, "60 min"), (7200, "2.0 h"),
      (48 * 3600, "2.0 d"), (5e8, "5,787.0 d")],
 )  # fmt: skip
 def test_a_time_is_printed_with_the_unit_that_fits(seconds, text):

@@ -140,6 +140,37 @@ def test_handing_a_batch_over_is_no_stall(clock):
     assert stats.stall_seconds == pytest.approx(1.510101)
 
 
+@pytest.mark.parametrize("seconds", [1.2e-7, 1e-6, 3e-6, 1.1e-4, 0.02, 0.7, 30.0, 60.0])
+def test_percentiles_of_waits_are_known_to_an_eighth(seconds, monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    limit(monkeypatch, clock=lambda: clock.now)
+    meter = Meter()
+    assert meter.stats(0, 0).wait_p99_seconds == 0.0
+    for number in range(100):
+        with meter.waiting():
+            clock.now += seconds if number % 10 == 0 else 0.0
+        meter.deliver(ReadyBatch({}, 16, 1000, 0, 0.0, None))
+    stats = meter.stats(0, 0)
+    assert stats.wait_p50_seconds <= 1e-6 / 8
+    assert stats.wait_p95_seconds == stats.wait_p99_seconds == pytest.approx(seconds, rel=0.13, abs=1.3e-7)
+    assert stats.wait_p99_seconds >= seconds * 0.999
+
+
+def test_a_batch_that_was_there_is_no_wait(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    limit(monkeypatch, clock=lambda: clock.now)
+    meter = Meter()
+    with meter.waiting():
+        clock.now += 5
+    for _ in range(199):
+        meter.deliver(ReadyBatch({}, 16, 1000, 0, 0.0, None))
+    stats = meter.stats(0, 0)
+    assert (stats.wait_p50_seconds, stats.wait_p95_seconds, stats.wait_p99_seconds) == (0.0, 0.0, 0.0)
+    with meter.waiting():
+        clock.now += 5
+    assert 5 <= meter.stats(0, 0).wait_p99_seconds < 6
+
+
 def test_threads_lose_nothing_of_what_they_add():
     meter = Meter()
 

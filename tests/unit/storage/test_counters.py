@@ -36,6 +36,7 @@ from arrowcache.reading.stats import STAGES, Meter
 from arrowcache.storage.counters import (
     LOADER_LINK,
     TIMED,
+    WAITS,
     LoaderPage,
     SamplerPage,
     SamplerState,
@@ -46,6 +47,7 @@ from arrowcache.storage.counters import (
 
 QUICK = {"progress": False, "workers": 1}
 NO_TIME = dict.fromkeys(TIMED, (0.0, ()))
+NO_WAITS = [0] * (len(WAITS) + 1)
 
 
 @pytest.fixture
@@ -279,10 +281,10 @@ def test_a_page_that_is_no_loaders_is_passed_over(tmp_path):
     os.ftruncate(fd, 4096)
     assert shown_in(tmp_path).workers == 3
     os.close(fd)
-    page.show((1, 2, 3, 4, 5), dict.fromkeys(TIMED, (float("nan"), [])))
+    page.show((1, 2, 3, 4, 5), dict.fromkeys(TIMED, (float("nan"), [])), NO_WAITS)
     assert shown_loaders(tmp_path) == []
     page.close()
-    page.show((1, 2, 3, 4, 5), NO_TIME)
+    page.show((1, 2, 3, 4, 5), NO_TIME, NO_WAITS)
     assert seen_loaders(tmp_path, [file]) == [], "its descriptor is closed"
 
 
@@ -297,7 +299,7 @@ def test_a_page_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatc
     (file,) = (each for each in loader_pages() if seen_loaders(tmp_path, [each]))
     pages = []
     for count in (1, 2, 2):
-        page.show((count,) * 5, NO_TIME)
+        page.show((count,) * 5, NO_TIME, NO_WAITS)
         with open(f"/proc/self/fd/{file.fd}", "rb") as content:
             pages.append(content.read())
     here, pread = threading.get_ident(), os.pread  # a thread of an earlier test may read, too

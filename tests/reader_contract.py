@@ -707,5 +707,6 @@ class Contract(WholeEpochs):
         publish(cache, 2)
         with face.make(cache, 8, seed=9) as reader:
             reader.load_state_dict(state)
-            assert ids_of(reader) == rest
+            if rest or "length" not in face.has:  # else the state is of the next epoch
+                assert ids_of(reader) == rest
             assert sorted(ids_of(reader)) == list(range(192))

@@ -240,6 +240,18 @@ class EpochSource(ABC, Generic[E]):
         Raises: MissingSegmentsError: some have left the cache.
         """
 
+    def to_resume(self, state: dict[str, Any], missing: str) -> Plan:
+        """Return the plan of a state, for `resume`. Nothing changes.
+
+        Raises: ValueError: as `from_state`, or `missing` is unknown. MissingSegmentsError: see `require`.
+        """
+        if missing not in ("skip", "raise"):
+            raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
+        plan = self.from_state(state)
+        if missing == "raise":
+            self.require(plan)
+        return plan
+
     def resume(self, plan: Plan, missing: str) -> None:  # noqa: ARG002
         """Let the next epoch be the rest of a planned one, or one of its number if nothing is planned.
 
@@ -509,7 +521,11 @@ class Epochs(EpochSource[Epoch]):
         if not len(plan.seqs):
             with self.available_rows.look() as snapshot:
                 plan = self.plan_of(plan.epoch, snapshot)
-        return max(1, self._whole_order(plan).steps)
+        return max(1, self.steps_of(plan))
+
+    def steps_of(self, plan: Plan) -> int:
+        """Return the number of batches of a whole epoch, wherever its plan goes on, if no segment is gone."""
+        return self._whole_order(plan.at(0)).steps
 
     def pass_over(self, plan: Plan) -> bool:
         """Let the next epoch be the one after a planned epoch, if no step of the planned one is left."""

@@ -275,13 +275,9 @@ class Loader(Closable):
         Raises: ValueError: not a valid state. MissingSegmentsError: missing="raise", and rows are missing;
             nothing has changed then.
         """
-        if missing not in ("skip", "raise"):
-            raise ValueError(f"missing={missing!r} must be 'skip' or 'raise'")
         if self._closed:
             raise ValueError(_CLOSED)
-        plan = self._epochs.from_state(state)
-        if missing == "raise":
-            self._epochs.require(plan)
+        plan = self._epochs.to_resume(state, missing)
         self._end_current(LOADED)
         self._epochs.resume(plan, missing)
 

@@ -4,7 +4,7 @@ try:
     from arrowcache.torch.batch_sampler import EpochBatchSampler
     from arrowcache.torch.cached_dataset import CachedDataset, CachedStats, cached
     from arrowcache.torch.cached_stream import CachedStream, StreamStats
-    from arrowcache.torch.dataset import CacheDataset, dataloader
+    from arrowcache.torch.dataset import CacheDataLoader, CacheDataset, dataloader
     from arrowcache.torch.device import DevicePrefetcher, PrefetcherStats
     from arrowcache.torch.loader import CachedLoader, Loader
     from arrowcache.torch.packed_loader import PackedLoader, packed
@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "CacheDataLoader",
     "CacheDataset",
     "CachedDataset",
     "CachedLoader",

@@ -22,6 +22,7 @@ from arrowcache.lifetimes import until_exit
 from arrowcache.reading.batch_source import STOPPED, cut_short
 from arrowcache.reading.epoch import Epochs
 from arrowcache.reading.options import LoaderOptions, WeighedArguments, takes
+from arrowcache.reading.plan import Plan
 from arrowcache.reading.slots import Slots
 from arrowcache.reading.stats import Meter
 from arrowcache.storage.recovery import HasStore, store_of
@@ -133,12 +134,12 @@ class EpochBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the batches of the epoch in progress, or of the next one if it began now.
 
+        Those of a resumed epoch are all, with the ones that were delivered before, as trainers count.
         Blocks: for cache.lock. Segments published before the epoch begins may change the number.
         """
         current = None if self._current is None else self._current()
-        if current is not None and current.steps is not None:
-            return current.steps
-        return self._epochs.expected_steps()
+        plan = None if current is None else current.plan
+        return self._epochs.expected_steps() if plan is None else self._made.steps_of(plan)
 
     def __iter__(self) -> EpochRows:
         """Return the next epoch. Its first `next` begins it, and blocks until `wait_rows` rows are there."""
@@ -185,9 +186,9 @@ class EpochRows(Iterator[list[int]]):
         self._told_before: dict[str, Any] = {}  # the state given out before the epoch began
 
     @property
-    def steps(self) -> int | None:
-        """Return the batches of this epoch, while some are to come or on their way."""
-        return None if self._owned is None else self._owned.steps
+    def plan(self) -> Plan | None:
+        """The plan of this epoch, while some of its batches are to come or on their way."""
+        return None if self._owned is None else self._owned.plan
 
     def __next__(self) -> DrawnRows:
         if self._was_cut_short:

@@ -1,4 +1,4 @@
-"""CacheDataset and `dataloader`: a cache through the stock torch.utils.data.DataLoader.
+"""CacheDataset and `dataloader`: a cache through torch.utils.data.DataLoader.
 
 No sample's bytes pass between processes where there is no transform: a worker answers with row ids,
 and the process that receives them gathers (lazy_batch.py). With a transform a worker maps the cache
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from torch.utils.data import DataLoader, Dataset, default_convert, get_worker_in
 
 from arrowcache.arguments import OF_ONCE, face, instead
 from arrowcache.pickling import pickled, unpickled
-from arrowcache.reading.batch_source import STOPPED
+from arrowcache.reading.assembly import ReadyBatch
+from arrowcache.reading.batch_source import LOADED, NEWER, STOPPED, EpochIterator
+from arrowcache.reading.epoch import Epoch
 from arrowcache.reading.row_filter import INCLUDED
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.recovery import HasStore, open_store, store_of
 from arrowcache.torch import snapshots
 from arrowcache.torch.batch_sampler import INSTEAD, EpochBatchSampler
+from arrowcache.torch.device import Iterated, as_it_is
 from arrowcache.torch.lazy_batch import LazyBatch, SentResult, failure, wrapped
 from arrowcache.torch.snapshots import DrawnRows
 from arrowcache.torch.tensors import tensors_of
@@ -178,6 +181,93 @@ class CacheDataset(Dataset[dict[str, Any]]):
             snapshots.delivered(*rows.arrival)  # a worker cannot tell
 
 
+class CacheDataLoader(DataLoader[dict[str, Any]]):
+    """A DataLoader over a cache, with a state; `dataloader` makes it: each `for` is an epoch.
+
+    An epoch begins with the first `next`, which takes its snapshot; `iter` alone begins nothing. An error in
+    place of a batch ends it.
+    """
+
+    batch_sampler: EpochBatchSampler
+    _latest: _Delivery | None = None  # of the epoch that began last
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # torch says which class
+        return EpochIterator(_Delivery(self), None, as_it_is)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this loader: the rows that the loop got, without batches on their way.
+
+        It is one of `arrowcache.torch.Loader.state_dict`, which may go on with it, and the reverse. With the
+        last batch it is the state of the next epoch: a loop that knows `len(loader)` asks for no end.
+        Raises: ValueError: another DataLoader reads this one's batch_sampler, such as what Accelerate's
+            prepare() made of it; or in_order=False, within an epoch. As of `Loader`.
+        """
+        epochs, latest = self.batch_sampler._made, self._latest
+        epoch, plan = epochs.progress, epochs.planned
+        if epoch is not None:
+            if latest is None or latest.epoch is not epoch:
+                raise ValueError(
+                    "another DataLoader reads the batch_sampler of this one, such as what Accelerate's "
+                    "prepare() made of it, and this one cannot tell which batches it has delivered: leave "
+                    "this one out of prepare() and iterate it, or give Accelerator() "
+                    "DataLoaderConfiguration(use_stateful_dataloader=True)"
+                )
+            if latest.steps < epoch.order.steps:
+                if latest.steps and self.num_workers and not getattr(self, "in_order", True):  # torch 2.6
+                    raise ValueError(
+                        "with in_order=False batches come in any order, so their number does not tell which "
+                        "are left of an epoch: leave it out"
+                    )
+                plan = epoch.order.remaining(latest.steps)
+        return epochs.to_state(plan)
+
+    def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
+        """Let the next `for` finish the epoch of a saved state, then go on with the one after it.
+
+        Args, Raises: as of `arrowcache.torch.Loader.load_state_dict`.
+        """
+        epochs = self.batch_sampler._made
+        plan = epochs.to_resume(state, missing)
+        self._end_shared(LOADED)
+        epochs.resume(plan, missing)
+
+    def _end_shared(self, because: str) -> None:
+        """End the epoch in progress, if its workers live on: they make the batches of one at a time."""
+        if self.persistent_workers and self._latest is not None:
+            self._latest.close(because)
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        self._end_shared(NEWER)
+        return super().__iter__()
+
+
+class _Delivery(Iterated):
+    """The batches of one epoch of a DataLoader, counted as the loop gets them."""
+
+    def __init__(self, loader: CacheDataLoader) -> None:
+        super().__init__(iter(()), is_ours=True)
+        self._loader: CacheDataLoader | None = loader  # until the epoch begins
+        self.epoch: Epoch | None = None
+        self.steps = 0
+
+    def _next(self) -> ReadyBatch | None:
+        loader, self._loader = self._loader, None
+        if loader is None:
+            return super()._next()
+        epochs = loader.batch_sampler._made
+        before = epochs.progress
+        try:
+            self._iterator = loader._begin()
+            return super()._next()
+        finally:
+            if epochs.progress is not before:
+                self.epoch, loader._latest = epochs.progress, self
+
+    def _count(self, made: ReadyBatch) -> None:
+        super()._count(made)
+        self.steps += 1
+
+
 @face("dataloader()", _IN_DATALOADER, others=[name for name in _OF_DATALOADER if name not in _OURS])
 def dataloader(
     cache: HasStore | str | os.PathLike[str],
@@ -202,8 +292,8 @@ def dataloader(
     weights: object = None,
     expect: str | Sequence[str] = (),
     **options: Any,
-) -> DataLoader[dict[str, Any]]:
-    """Return a stock DataLoader over a cache: each `for` is an epoch over a new snapshot.
+) -> CacheDataLoader:
+    """Return a DataLoader over a cache: each `for` is an epoch over a new snapshot.
 
     The snapshot is leased until the epoch's last batch has arrived, or after a `break` until the iterator is
     dropped. A DataLoader with persistent workers, the default here, keeps its iterator until the next `for`:
@@ -218,7 +308,8 @@ def dataloader(
         timeout: seconds that an epoch waits for rows. None means no limit.
         options: other options of DataLoader, such as pin_memory, prefetch_factor,
             multiprocessing_context, worker_init_fn, persistent_workers.
-    Returns: a `torch.utils.data.DataLoader`; its `batch_sampler` has `set_epoch` and `close`.
+    Returns: a `torch.utils.data.DataLoader` with `state_dict` and `load_state_dict`; its `batch_sampler` has
+        `set_epoch` and `close`.
     Raises: TypeError: an option that this function sets itself. ValueError: an argument that does not fit.
     """
     num_workers = parse_count(num_workers, "num_workers", least=0)
@@ -245,7 +336,7 @@ def dataloader(
     if num_workers:
         options["worker_init_fn"] = ParentWatch(options.get("worker_init_fn"))
     dataset = CacheDataset(cache, columns, transform)
-    return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
+    return CacheDataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 
 
 def packed(functions: object) -> bytes:

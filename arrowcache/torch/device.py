@@ -148,8 +148,8 @@ class DevicePrefetcher(Closable):
         """
         self._begin()
         iterator = iter(self._iterable)
-        source = _Iterated(iterator, is_ours=iterator is not self._iterable)
-        return self.over(source, None, _as_it_is, _FORKED)
+        source = Iterated(iterator, is_ours=iterator is not self._iterable)
+        return self.over(source, None, as_it_is, _FORKED)
 
     def over(
         self,
@@ -276,7 +276,7 @@ class DevicePrefetcher(Closable):
         return f"<DevicePrefetcher to {where}: depth={self._depth}>"
 
 
-class _Iterated(BatchSource):
+class Iterated(BatchSource):
     """An iterator as a source. `is_ours`: it is closed at the end, if possible.
 
     A loader's own iterator counts a batch when this one does, and learns of the end and of errors behind
@@ -338,7 +338,7 @@ class _Iterated(BatchSource):
             end()
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
     return batch
 
 

@@ -150,8 +150,8 @@ class OwnedEpoch:
         _owned[self.name.key] = self
 
     @property
-    def steps(self) -> int | None:
-        return None if self._is_closed else self._epoch.order.steps
+    def plan(self) -> Plan | None:
+        return None if self._is_closed else self._epoch.plan
 
     @property
     def is_drawn(self) -> bool:

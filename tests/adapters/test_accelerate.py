@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 from torch.utils.data import DataLoader
 
 import arrowcache as ac
@@ -101,6 +101,53 @@ def test_save_state_keeps_a_registered_loader_to_the_batch(cache, tmp_path):
         accelerator.load_state(tmp_path / "state")
         assert sorted(seen + ids_of(loader)) == list(range(ROWS))
         assert sorted(ids_of(loader)) == list(range(ROWS))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("saved", [5, 16, 21, 32])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_save_state_keeps_the_place_of_a_dataloader(cache, tmp_path, workers, saved, is_prepared):
+    """Registered, or prepared with torchdata's, whose epochs behind the resumed one are numbered from 1."""
+    if is_prepared:
+        pytest.importorskip("torchdata", reason="torchdata is not installed")
+    with Loader(cache, 4, seed=3) as own:
+        orders = [ids_of(own) for _ in range(4)]
+
+    def make():
+        how = DataLoaderConfiguration(use_stateful_dataloader=is_prepared)
+        accelerator = Accelerator(cpu=True, dataloader_config=how)
+        batches = dataloader(cache, 4, workers, seed=3)
+        if is_prepared:
+            return accelerator, accelerator.prepare(batches)
+        accelerator.register_for_checkpointing(batches)
+        return accelerator, batches
+
+    accelerator, batches = make()
+    steps = 0
+    for _ in range(saved // 17 + 1):
+        for _ in batches:
+            steps += 1
+            if steps == saved:
+                accelerator.save_state(tmp_path / "state")
+                break
+    fresh = (AcceleratorState, GradientState, PartialState)
+    for state in fresh:
+        state._reset_state()
+    accelerator, batches = make()
+    accelerator.load_state(tmp_path / "state")
+    epoch, done = divmod(saved, 16)
+    assert ids_of(batches) == orders[epoch][4 * done :]
+    assert ids_of(batches) == orders[1 if is_prepared else epoch + 1]
+
+
+def test_the_state_of_a_dataloader_whose_batches_a_prepared_one_takes_is_refused(cache, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    batches = dataloader(cache, 4, 0)
+    accelerator.register_for_checkpointing(batches)
+    next(iter(accelerator.prepare(batches)))
+    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+        accelerator.save_state(tmp_path / "state")
 
 
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}])

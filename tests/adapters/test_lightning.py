@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -228,7 +229,7 @@ def test_with_a_limit_in_steps_such_a_checkpoint_is_exact(cache, make_trainer, t
 
 
 class Data(lightning.LightningDataModule):
-    """Keeps the loader's state in every checkpoint, as the README advises."""
+    """Keeps the loader's state in every checkpoint, as docs/how-to/lightning-and-accelerate.md advises."""
 
     def __init__(self, loader):
         super().__init__()
@@ -258,6 +259,58 @@ def test_a_data_module_keeps_the_epoch_also_at_its_end(cache, make_trainer, tmp_
         make_trainer(max_epochs=2).fit(after, datamodule=Data(loader), ckpt_path=path)
         rows = [row for ids in after.seen for row in ids]
         assert rows == (orders[1] if epoch else orders[0][6 * 4 :] + orders[1])
+
+
+class SaveAtTheEnd(SaveAndStop):
+    """Where Lightning itself saves one."""
+
+    def on_train_batch_end(self, *_):
+        pass
+
+    def on_train_epoch_end(self, trainer, *_):
+        super().on_train_batch_end(trainer)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [
+        (partial(SaveAndStop, 5), {}),
+        (partial(SaveAndStop, STEPS), {}),
+        (partial(SaveAndStop, STEPS + 5), AGAIN),
+        (partial(SaveAtTheEnd, STEPS), AGAIN),
+        (partial(SaveAtTheEnd, 2 * STEPS), {}),
+    ],
+    ids=["within an epoch", "at its last step", "within the second", "at an end", "at the second end"],
+)
+def test_a_data_module_keeps_the_place_of_a_dataloader_to_the_batch(
+    cache, make_trainer, tmp_path, workers, save, options
+):
+    with Loader(cache, 4, seed=3) as loader:
+        wanted = [ids_of(loader) for _ in range(3)]
+    before, after = Module(), Module()
+    for module, callbacks, path in (
+        (before, [save(tmp_path / "ckpt")], None),
+        (after, [], tmp_path / "ckpt"),
+    ):
+        data = Data(dataloader(cache, 4, workers, seed=3))
+        module.seen.append([])
+        trainer = make_trainer(max_epochs=3, callbacks=callbacks, **options)
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+    rows = [row for ids in before.seen + after.seen for row in ids]
+    assert rows == [row for ids in wanted for row in ids]
+    assert trainer.global_step == 3 * STEPS
+
+
+def test_a_checkpoint_of_lightnings_own_within_an_epoch_has_the_place_of_a_dataloader(
+    cache, make_trainer, tmp_path
+):
+    def make():
+        return nullcontext(dataloader(cache, 4, num_workers=2))
+
+    before, (rest, following) = resumed(cache, make_trainer, tmp_path / "ckpt", make, **AGAIN)
+    assert sorted(before + rest) == list(range(ROWS))
+    assert sorted(following) == list(range(ROWS + 16))
 
 
 def test_an_error_in_a_step_leaves_no_lease_and_no_thread(cache, make_trainer):

@@ -21,7 +21,7 @@ OF_LOADERS = frozenset(
     {"transform", "ids", "ranks", "writing", "one epoch", "close", "state", "fork", "tokens", "repeat"}
 )
 HERE = OF_LOADERS | {"interrupt"}  # no other process, nor a thread in Python, makes their batches
-OF_DATALOADERS = frozenset({"transform", "ranks", "writing"})
+OF_DATALOADERS = frozenset({"transform", "ranks", "writing", "state", "length"})
 
 
 def loader_face(kind: Any, **fixed: Any) -> Face:
@@ -61,7 +61,7 @@ class Prefetched(Stock):
 def stock(workers: int, context: str | None = None, has: frozenset[str] = OF_DATALOADERS) -> Face:
     def make(cache: ac.Cache, size: int, **options: Any) -> Stock:
         loader = at.dataloader(cache, size, workers, multiprocessing_context=context, **options)
-        return Stock(loader, None)
+        return Stock(loader, loader)
 
     return Face(make, has)
 

@@ -16,6 +16,7 @@ import arrowcache as ac
 import arrowcache.jax
 from arrowcache.sampling.sources import ArrayWindows, Map, Mix, ParquetRows, Retries, WebDatasetShards
 from arrowcache.torch import (
+    CacheDataLoader,
     CacheDataset,
     CachedLoader,
     CachedStream,
@@ -175,7 +176,7 @@ def torch_adapters(cache: ac.Cache) -> None:
     dataset = CacheDataset(cache, columns=["signal"], transform=lambda batch: batch["signal"])
     spelled_out = DataLoader(dataset, batch_sampler=sampler, num_workers=4, persistent_workers=True)
     assert_type(spelled_out, DataLoader[dict[str, Any]])
-    assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), DataLoader[dict[str, Any]])
+    assert_type(dataloader("path", 64, num_workers=4, pin_memory=True), CacheDataLoader)
     train = cached(TensorDataset(torch.arange(3)), "path", capacity="1GB")
     assert_type(train.fill(workers=2, reads=16), int)
     stream = cached(None, "path", capacity="1GB", shards=[lambda: iter([1])], rank=0, world_size=2)

@@ -167,7 +167,7 @@ class UnusedRows(AvailableRows):
     def set_rows(self, rows: object) -> None:
         """Choose by other rows from now on. Raises: as the argument of a Loader."""
         self._used.require_open()
-        rows_filter = RowFilter(self.store, require_rows(rows), self._expect)
+        rows_filter = RowFilter(self.store, require_rows(rows), self._expect, self._filter.excluded)
         with self._choosing:
             self._filter, self._version = rows_filter, None
 

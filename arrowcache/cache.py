@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from arrowcache.arguments import face, instead
+from arrowcache.arrow.expression import packed, shown
 from arrowcache.arrow.schema import FieldType, Schema
 from arrowcache.display import Card, Shown, printable
 from arrowcache.errors import WHERE, ArrowCacheError, called
 from arrowcache.lifetimes import Closable
 from arrowcache.limits import Limits
 from arrowcache.os_errors import explaining, importing
+from arrowcache.reading.row_filter import ExcludedRows, require_rule, rule_of
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage import recovery, verification
 from arrowcache.storage.layout import SegmentInfo
@@ -34,6 +36,7 @@ from arrowcache.units import format_bytes, format_count, parse_bytes, require_fu
 
 if TYPE_CHECKING:
     import pyarrow.dataset
+    from pyarrow.compute import Expression
 
 _INSTEAD = instead("check", say="give it to Cache.open, as each process opens the cache for itself")
 
@@ -181,7 +184,7 @@ class Cache(Shown, Closable):
         """
         return verification.verify(self.store, repair=repair)
 
-    def exclude(self, ids: object, reason: str = "") -> int:
+    def exclude(self, ids: object = None, reason: str = "", *, where: Expression | None = None) -> int:
         """Have all that trains leave out some rows, from the next epoch on.
 
         A Loader in all its forms, dataloader, TensorFlow and Ray go without them; who only looks sees them
@@ -189,21 +192,61 @@ class Cache(Shown, Closable):
         `batch_sampler`. An epoch that is under way does not change. An exclusion lasts as long as its
         row, and is on the disk when this returns.
 
+        With `where` in place of ids it is a rule, which holds for rows to come, too, in every process, until
+        `include(where=...)` ends it. A Loader evaluates it once for each segment. Of a rule and of what was
+        said of a row by its id the later counts: rows that are included afterwards are its exceptions.
+
         Args:
             ids: the rows: an (n, 2) array of `_seq` and `_row`; a DataFrame, table, query's result or batch
                 with these columns; or a RowId or text such as "83:26", or several.
             reason: a note for people, who find it as `_reason` in DataFrames and SQL.
+            where: a `pyarrow.compute` expression, as of `Loader(rows=)`, over scalar columns, `_seq`, `_row`
+                and annotations there are. A null is no; of annotations the latest value counts.
         Returns: the number of these rows that are still in the cache. Others are passed over.
-        Blocks: for cache.lock and the disk.
-        Raises: ValueError, TypeError: not ids, or a cache of a dataset. IndexError: a row that never was.
-            CacheFullError: there is no room for the note.
+        Blocks: for cache.lock and the disk; with `where` while the columns that it reads are read.
+        Raises: ValueError, TypeError: not ids, or a cache of a dataset; both ids and `where`, or neither; an
+            expression that reads what there is not, or cannot be evaluated for a row: nothing is excluded.
+            IndexError: a row that never was. CacheFullError: there is no room for the note.
         """
         require_text(reason, "reason")
-        return self._notes.exclude(row_ids(ids), reason)
+        notes = self._notes
+        if not _is_rule(ids, where):
+            return notes.exclude(row_ids(ids), reason)
+        rule = rule_of(self.store, where, reason)
+        self.store.require_thawed()
+        with self.snapshot() as snapshot:
+            snapshot.map_all()
+            count = int(ExcludedRows(self.store).holds(snapshot, rule).sum())
+        notes.add_rule(rule)
+        return count
 
-    def include(self, ids: object) -> int:
-        """Take back the exclusion of some rows. Args, Returns, Blocks, Raises: as `exclude`."""
-        return self._notes.include(row_ids(ids))
+    def include(self, ids: object = None, *, where: Expression | None = None) -> int:
+        """Take back the exclusion of some rows, or end a rule.
+
+        Rows that were excluded by their ids stay so where a rule ends.
+
+        Args:
+            ids: as of `exclude`.
+            where: the expression of a rule.
+        Returns: the number of these rows that are still in the cache; of rules that end, 1.
+        Blocks: for cache.lock and the disk.
+        Raises: as `exclude`; ValueError: there is no such rule.
+        """
+        notes = self._notes
+        if not _is_rule(ids, where):
+            return notes.include(row_ids(ids))
+        require_rule(where)
+        if not notes.end_rule(packed(where)):
+            held = ", ".join(shown(each) for each, _ in self.rules()) or "none"
+            raise ValueError(f"no rule excludes rows where {shown(where)}: cache.rules() has {held}")
+        return 1
+
+    def rules(self) -> list[tuple[Expression, str]]:
+        """Return the rules of `exclude(where=...)` that hold, oldest first: the expression and the reason.
+
+        Raises: ValueError: a cache of a dataset. CacheFormatError: damaged notes.
+        """
+        return [(rule.where, rule.reason) for rule in self._notes.rules()]
 
     def tag(self, ids: object, tag: str) -> int:
         """Give rows a tag, for `Loader(rows=tag)` and queries. A row may have several.
@@ -383,14 +426,26 @@ class Cache(Shown, Closable):
 
 
 def marked_rows(store: Store, segments: Sequence[SegmentInfo]) -> list[str]:
-    """Count the rows of segments that are excluded, and those of each tag, in words; none of no row."""
+    """Count the rows of segments that are excluded by ids, and those of each tag, in words; none of no row.
+
+    A rule is shown as it is: to count its rows takes a look at all.
+    """
     notes = NotesLog.of(store)
     if not notes.files(MARKS):
         return []
     rows = NumberedRows.of(segments)
     marks = {"excluded": notes.excluded(rows)}
     marks |= {f"tagged {printable(tag)}": notes.tagged(rows, tag) for tag in notes.tags()}
-    return [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]
+    counts = [f"{format_count(int(has.sum()), 'row')} {mark}" for mark, has in marks.items() if has.any()]
+    rules = [(shown(rule.where), f": {printable(rule.reason)}" * bool(rule.reason)) for rule in notes.rules()]
+    return counts + [f"excluded where {where}{reason}" for where, reason in rules]
+
+
+def _is_rule(ids: object, where: object) -> bool:
+    """True if rows are said by a rule, not by ids. Raises: TypeError: by both, or neither."""
+    if (ids is None) == (where is None):
+        raise TypeError("say which rows: give either ids or where=, a pyarrow.compute expression")
+    return ids is None
 
 
 def _values(name: str, given: ArrayLike, rows: int, schema: Schema) -> NDArray[np.float64]:

@@ -514,6 +514,15 @@ class Contract(WholeEpochs):
             with face.make(cache, 16, rows="all") as another:
                 assert sorted(ids_of(another)) == IDS
 
+    def test_a_rule_leaves_rows_out_and_those_to_come(self, face, cache):
+        cache.exclude(where=pc.field("id") < 80)
+        with face.make(cache, 16) as reader:
+            assert sorted(ids_of(reader)) == IDS[80:]
+            publish(cache, 1, first=0)
+            assert sorted(ids_of(reader)) == IDS[80:]
+            cache.include(where=pc.field("id") < 80)
+            assert len(ids_of(reader)) == 176
+
     def test_a_function_of_rows_is_asked_in_each_epoch_and_by_one_process(self, face, cache, tmp_path):
         oldest, asked = tmp_path / "oldest", tmp_path / "asked"
 

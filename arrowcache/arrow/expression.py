@@ -30,6 +30,7 @@ REPLACE_IT = (
 """Advice on rows that an expression cannot take. `if_else` computes both of its answers, so it cannot go
 around a division."""
 
+WHERE_EXCLUDED = "where"  # the argument of `Cache.exclude`
 _PLAIN: tuple[Any, ...] = (37, "37")
 _SEQ, _ROW, _AGE = RESERVED_NAMES
 _IDS = {_SEQ: pa.int64(), _ROW: pa.int64(), _AGE: pa.float64()}
@@ -95,6 +96,21 @@ def _plain(kind: pa.DataType) -> pa.Array:
     return pa.nulls(1, kind)
 
 
+def packed(expression: Expression) -> bytes:
+    """Return an expression as bytes: equal ones have the same."""
+    _, (content,) = expression.__reduce__()
+    return bytes(content)
+
+
+def unpacked(content: bytes) -> Expression:
+    """Return the expression that `packed` has made bytes of. Raises: pa.ArrowException: it has not."""
+    with importing():
+        import pyarrow.compute as pc
+
+    unpack, _ = pc.scalar(True).__reduce__()
+    return unpack(pa.py_buffer(content))
+
+
 # over rows of a cache
 
 
@@ -110,7 +126,7 @@ def require_expression(
     """Check an expression, by the types that its columns have.
 
     Args:
-        what: "rows" or "weights".
+        what: "rows", "weights" or "where".
         annotations: the names that there are, or are to come.
     Returns: the names that it reads, at least one, and the type of its result.
     Raises: ValueError: it reads what there is not, or no scalar; it calls `random`, a function of the user,
@@ -121,7 +137,7 @@ def require_expression(
         if re.search(rf"(?<![\w.]){re.escape(name)}\(", text):
             raise ValueError(
                 f"{what}={shown(expression)} calls {name}: an expression may call pyarrow's own functions "
-                "of one row, and not random, since its answer is remembered; give a Python function instead"
+                f"of one row, and not random, since its answer is remembered; {otherwise(what)}"
             )
     if "FieldPath(" in text:
         raise ValueError(
@@ -168,13 +184,24 @@ def _result_type(
     if (kind := schema.get(name)) is not None:
         raise ValueError(
             f"{what}={shown(expression)} reads {name!r}, which is {kind}: an expression reads columns of "
-            "one number, text or time a row, and Arrow has no complex numbers; give a Python function of "
-            f"columns, which finds it as columns[{name!r}]"
+            f"one number, text or time a row, and Arrow has no complex numbers; {otherwise(what, name)}"
         )
+    others = did_you_mean(name, types)
+    later = f"pass expect={name!r} if rows are to get it"
+    if what == WHERE_EXCLUDED:
+        later = "annotate a row first"
     raise ValueError(
         f"{what}={shown(expression)} reads {name!r}, neither a column nor an annotation of any row: "
-        f"{did_you_mean(name, types)}there are {', '.join(types)}; pass expect={name!r} if rows are to get it"
+        f"{others}there are {', '.join(types)}; {later}"
     )
+
+
+def otherwise(what: str, name: str = "") -> str:
+    """The way out for who needs more than an expression, perhaps to read a column."""
+    if what == WHERE_EXCLUDED:
+        return "exclude such rows by their ids; cache.include(where=...) ends a rule"
+    found = f"of columns, which finds it as columns[{name!r}]" if name else "instead"
+    return f"give a Python function {found}"
 
 
 def _refused_functions() -> list[str]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from arrowcache.arrow.schema import Binary, FieldType, Ragged, Schema, String, Tensor, Timestamp
 from arrowcache.progress import progress_bar
+from arrowcache.reading.row_filter import ExcludedRows
 from arrowcache.reading.snapshot import Snapshot
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.mapping import will_need
@@ -188,10 +189,14 @@ _KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), REASON: String(
 
 
 class NotedRows:
-    """The notes on the rows of one snapshot, those of this process' annotations included."""
+    """The notes on the rows of one snapshot, those of this process' annotations included.
 
-    def __init__(self, store: Store, snapshot: Snapshot) -> None:
-        self._notes = _notes(store)
+    Args:
+        ids: (n,) the rows for which rules are evaluated. None: all.
+    """
+
+    def __init__(self, store: Store, snapshot: Snapshot, ids: NDArray[np.int64] | None = None) -> None:
+        self._notes, self._excluded, self._snapshot = _notes(store), ExcludedRows(store, ids), snapshot
         self._rows = NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows)
         kinds = _KINDS | dict.fromkeys(self._notes.names(), Tensor("float64"))
         #: Type of each column that can be asked for, where no column of the cache has its name. None: lists.
@@ -210,9 +215,9 @@ class NotedRows:
     def column(self, name: str) -> NDArray[Any]:
         """One column of all rows, (rows,): bool; texts, or None; lists of texts; or float64, NaN for none."""
         if name == EXCLUDED:
-            return self._notes.excluded(self._rows)
+            return self._excluded.of(self._snapshot)
         if name == REASON:
-            return self._notes.reasons(self._rows)
+            return self._excluded.reasons(self._snapshot)
         if name != TAGS:
             return self._notes.values(self._rows, name)
         tags = np.empty(self._rows.size, object)

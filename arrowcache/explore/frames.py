@@ -259,7 +259,7 @@ def _gathered(
     snapshot: Snapshot, store: Store, ids: NDArray[np.int64], columns: Sequence[str] | None
 ) -> tuple[_Kinds, Mapping[str, ColumnData]]:
     """The chosen columns, `_seq`, `_row` and notes among them: their types, and their values of some rows."""
-    schema, noted = store.settings.schema, NotedRows(store, snapshot)
+    schema, noted = store.settings.schema, NotedRows(store, snapshot, ids)
     chosen = select_with_notes(
         schema, noted, (*ID_COLUMNS, *schema, *noted.names) if columns is None else columns
     )

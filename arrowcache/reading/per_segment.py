@@ -26,7 +26,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from arrowcache import linux
-from arrowcache.arrow.expression import REPLACE_IT, reason_of, require_expression, shown, table_function
+from arrowcache.arrow.expression import (
+    REPLACE_IT,
+    otherwise,
+    reason_of,
+    require_expression,
+    shown,
+    table_function,
+)
 from arrowcache.arrow.schema import RESERVED_NAMES
 from arrowcache.errors import called
 from arrowcache.lifetimes import cached_property
@@ -194,7 +201,7 @@ class StoredFunction(PerSegmentCache[T]):
         names: of what it reads.
         function: gives the results for rows, which can be sliced, of their columns by name: arrays, or lists.
         checked: makes the value of a segment from the results for its rows, or raises.
-        text: of the argument that the function is, for messages.
+        text, argument: what the argument that the function is says, and its name, for messages.
         read: has the columns that it reads, from then on. None: they are read, and dropped.
     """
 
@@ -205,11 +212,13 @@ class StoredFunction(PerSegmentCache[T]):
         function: Callable[[dict[str, Any]], Any],
         checked: Callable[[Any, SegmentInfo], T],
         text: str = "",
+        argument: str = "",
         read: ReadColumns | None = None,
     ) -> None:
         super().__init__()
         self._notes, schema = NotesLog.of(store), store.settings.schema
-        self._function, self._checked, self._text, self._read = function, checked, text, read
+        self._function, self._checked, self._text, self._argument = function, checked, text, argument
+        self.names, self._read = names, read
         self._columns = [name for name in names if name in schema]
         self._ids = [name for name in names if name not in schema and name in RESERVED_NAMES]
         self._noted = [name for name in names if name not in schema and name not in RESERVED_NAMES]
@@ -232,7 +241,7 @@ class StoredFunction(PerSegmentCache[T]):
         """Return the function that an expression is.
 
         Args:
-            argument: "rows" or "weights".
+            argument: "rows", "weights" or "where".
             expect: names of annotations that are only to come.
             fits: tells whether the result may be of a type.
             wanted: the end of the message if it may not: the result that is wanted, and the way to it.
@@ -244,7 +253,7 @@ class StoredFunction(PerSegmentCache[T]):
         text = f"{argument}={shown(expression)}"
         if not fits(kind):
             raise ValueError(f"{text} gives {kind}, not {wanted}")
-        return cls(store, used, table_function(expression, schema), checked, text, read)
+        return cls(store, used, table_function(expression, schema), checked, text, argument, read)
 
     def ahead(self, snapshot: Snapshot) -> Iterator[None]:
         """Make the values that are not known, of some hundred thousand rows a `next`.
@@ -263,17 +272,7 @@ class StoredFunction(PerSegmentCache[T]):
                 if self._read is None
                 else self._read.of(snapshot, run, self._columns)
             )
-            located = snapshot.locate(np.arange(first, last)) if self._ids else {}
-            columns |= {name: located[name] for name in self._ids}
-            columns |= {name: annotated.values(name)[first:last] for name in self._noted}
-            try:
-                results = self._function(columns)
-            except pa.ArrowException as error:
-                place, why = self._failing(columns, last - first, reason_of(error))
-                raise ValueError(
-                    f"{self._text} cannot be evaluated for row {row_at(snapshot, first + place)}: {why}; "
-                    f"{REPLACE_IT}, or give a Python function of columns"
-                ) from None
+            results = self._results(snapshot, np.arange(first, last), columns, annotated)
             for index, span in zip(run, _spans_within(snapshot, run), strict=True):
                 yield self._checked(results[span], snapshot.segments[index])
 
@@ -283,6 +282,26 @@ class StoredFunction(PerSegmentCache[T]):
         """True if columns of some of these segments are yet to be read."""
         read = self._read
         return read is None or any(read.get(s.seq, name) is None for s in segments for name in self._columns)
+
+    def at(self, snapshot: Snapshot, ids: NDArray[np.int64]) -> Any:
+        """Return the results for rows (n,) of a snapshot, unchecked. Nothing is kept. Raises: as `ahead`."""
+        columns = snapshot.gather(ids, self._columns) if self._columns else {}
+        return self._results(snapshot, ids, columns, AnnotatedRows(self._notes, snapshot, self._noted))
+
+    def _results(
+        self, snapshot: Snapshot, ids: NDArray[np.int64], columns: dict[str, Any], annotated: AnnotatedRows
+    ) -> Any:
+        located = snapshot.locate(ids) if self._ids else {}
+        columns |= {name: located[name] for name in self._ids}
+        columns |= {name: annotated.values(name)[ids] for name in self._noted}
+        try:
+            return self._function(columns)
+        except pa.ArrowException as error:
+            place, why = self._failing(columns, len(ids), reason_of(error))
+            raise ValueError(
+                f"{self._text} cannot be evaluated for row {row_at(snapshot, int(ids[place]))}: {why}; "
+                f"{REPLACE_IT}, or {otherwise(self._argument)}"
+            ) from None
 
     def _failing(self, columns: dict[str, Any], rows: int, why: str) -> tuple[int, str]:
         """Return the first of some rows for which the function fails, as it does for all, and why."""

@@ -5,7 +5,8 @@ the segment's number, so a state can hold it, and it fits whatever else is in a 
 the chosen rows 0, 1, 2, ..., oldest segment first, as orders number rows, and turns these numbers into row
 ids. It takes 4 bytes for each chosen row of such segments, and looks at no file and no clock.
 
-Excluded rows are left out whatever else is asked for, unless all rows are.
+Excluded rows are left out whatever else is asked for, unless all rows are. `ExcludedRows` tells which are, by
+their ids or by a rule: an expression, evaluated once for each segment.
 Must never: change the rows of an epoch that has begun.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,14 +23,21 @@ import xxhash
 from numpy.typing import NDArray
 
 from arrowcache.arrow.convert import require_unmasked
-from arrowcache.arrow.expression import is_expression, mentions, shown
+from arrowcache.arrow.expression import (
+    WHERE_EXCLUDED,
+    is_expression,
+    mentions,
+    packed,
+    shown,
+)
+from arrowcache.arrow.schema import RESERVED_NAMES
 from arrowcache.lifetimes import cached_property
 from arrowcache.reading.per_segment import PerSegmentCache, PythonFunction, ReadColumns, StoredFunction
 from arrowcache.reading.shuffle import starts_of
 from arrowcache.storage.layout import SegmentInfo
 from arrowcache.storage.notes_log import MARKS, VALUES, NotesLog
 from arrowcache.storage.row_ids import NumberedRows, is_row_id, row_ids
-from arrowcache.storage.row_notes import RESERVED_TAGS, require_tag
+from arrowcache.storage.row_notes import RESERVED_TAGS, Rule, require_tag
 from arrowcache.storage.store import Store
 from arrowcache.units import did_you_mean, format_count, require_text
 
@@ -155,6 +164,91 @@ class Selected:
         return starts, is_part, places, np.concatenate(table)
 
 
+# the rows that are excluded
+
+
+class ExcludedRows:
+    """The rows of snapshots that are excluded, all of whose segments are mapped. One thread at a time asks.
+
+    Args:
+        ids: (n,) rows of the one snapshot that is asked for: rules are evaluated for these alone, and nothing
+            is remembered. None: all rows.
+        read: as of `RowFilter`.
+    """
+
+    def __init__(
+        self, store: Store, ids: NDArray[np.int64] | None = None, read: ReadColumns | None = None
+    ) -> None:
+        self._store, self._notes, self._ids, self._read = store, NotesLog.of(store), ids, read
+        self._functions: dict[Rule, StoredFunction[Mask]] = {}
+
+    def of(self, snapshot: Snapshot) -> Mask:
+        """Tell which rows of a snapshot are excluded: (rows,).
+
+        Blocks: while columns that a rule reads come from the disk.
+        Raises: ValueError: a rule cannot be evaluated for a row. CacheFormatError: damaged notes.
+        """
+        if self._functions:
+            self._functions = {rule: self._function(rule) for rule in self._notes.rules()}
+        return self._notes.excluded(_rows_of(snapshot), partial(self.holds, snapshot))
+
+    def reasons(self, snapshot: Snapshot) -> NDArray[np.object_]:
+        """The reason of each excluded row, and None of the others: (rows,). Blocks, Raises: as `of`."""
+        return self._notes.reasons(_rows_of(snapshot), partial(self.holds, snapshot))
+
+    @property
+    def reads_notes(self) -> bool:
+        """True if a rule reads annotations."""
+        return any(rule.annotations for rule in self._notes.rules())
+
+    def reads(self, segments: Sequence[SegmentInfo]) -> bool:
+        """True if columns of some of these segments are yet to be read, since a rule asks for them."""
+        return any(self._function(rule).reads(segments) for rule in self._notes.rules())
+
+    def holds(self, snapshot: Snapshot, rule: Rule) -> Mask:
+        """Tell for which rows a rule holds: (rows,). Blocks, Raises: as `of`."""
+        function = self._functions[rule] = self._function(rule)
+        if self._ids is None:
+            return np.concatenate([np.empty(0, np.bool_), *function.of(snapshot)])
+        mask = np.zeros(len(snapshot), np.bool_)
+        mask[self._ids] = _without_nulls(function.at(snapshot, self._ids))
+        return mask
+
+    def _function(self, rule: Rule) -> StoredFunction[Mask]:
+        known = self._functions.get(rule)
+        return known or _function_of(self._store, rule.where, WHERE_EXCLUDED, rule.annotations, self._read)
+
+
+def require_rule(where: object) -> None:
+    """Check the argument `where` of an exclusion. Raises: TypeError: it is no expression."""
+    if not is_expression(where):
+        raise TypeError(
+            f"where must be an expression, such as pyarrow.compute.field('label') == 3, not {where!r}: the "
+            "cache keeps a rule. Loader(rows=...) takes a function, and excludes nothing"
+        )
+
+
+def rule_of(store: Store, where: Any, reason: str) -> Rule:
+    """The rule of an expression.
+
+    Raises: TypeError, ValueError: as of `Loader(rows=)`; or it reads the age of rows.
+    """
+    require_rule(where)
+    names = _function_of(store, where, WHERE_EXCLUDED, ()).names
+    schema, (*_, age) = store.settings.schema, RESERVED_NAMES
+    if age in names:
+        raise ValueError(
+            f"where={shown(where)}: the age of rows, {age!r}, is no part of a rule, which holds as long as "
+            "they are there; give the expression to Loader(rows=...)"
+        )
+    annotations = [name for name in names if name not in schema and name not in RESERVED_NAMES]
+    return Rule(packed(where), reason, tuple(annotations))
+
+
+def _rows_of(snapshot: Snapshot) -> NumberedRows:
+    return NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows)
+
+
 # the choice
 
 
@@ -163,7 +257,7 @@ class RowFilter:
 
     Args:
         rows, expect: as of `Loader`, after `require_rows` and `require_expected`.
-        read: keeps the columns that an expression reads, for the next one. None: they are not kept.
+        read: keeps the columns that expressions read, for the next filter. None: they are not kept.
     Raises: ValueError: a tag that no row has, or an expression that does not fit.
     """
 
@@ -171,6 +265,7 @@ class RowFilter:
         self, store: Store, rows: Any, expect: Sequence[str] = (), read: ReadColumns | None = None
     ) -> None:
         self._rows, self._notes = rows, NotesLog.of(store)
+        self.excluded = ExcludedRows(store, read=read)
         #: False: it leaves out only what is excluded.
         self.chooses = not (isinstance(rows, str) and rows == INCLUDED)
         #: None: neither a function nor an expression is asked.
@@ -178,16 +273,7 @@ class RowFilter:
         if isinstance(rows, str) and rows not in RESERVED_TAGS:
             self._notes.require_known_tag(rows, expect)
         elif is_expression(rows):
-            self.function = StoredFunction.of_expression(
-                store,
-                rows,
-                "rows",
-                expect,
-                _without_nulls,
-                fits=pa.types.is_boolean,
-                wanted=_A_BOOL,
-                read=read,
-            )
+            self.function = _function_of(store, rows, "rows", expect, read)
         elif callable(rows):
             self.function = PythonFunction(store, rows, "rows", _checked, expect)
 
@@ -200,10 +286,10 @@ class RowFilter:
         """
         if (isinstance(self._rows, str) and self._rows == ALL_ROWS) or not len(snapshot):
             return {}
-        rows = NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows)
+        rows = _rows_of(snapshot)
         mask = self._asked_for(snapshot, rows)
         if self._notes.files(MARKS):
-            excluded = self._notes.excluded(rows)
+            excluded = self.excluded.of(snapshot)
             mask = ~excluded if mask is None else mask & ~excluded
         if mask is None:
             return {}
@@ -212,9 +298,13 @@ class RowFilter:
 
     def reads(self, segments: Sequence[SegmentInfo]) -> bool:
         """False: for these segments `of` looks at no segment's file."""
+        if isinstance(self._rows, str) and self._rows == ALL_ROWS:
+            return False
         if isinstance(self.function, StoredFunction):
-            return self.function.reads(segments)
-        return not isinstance(self._rows, str)
+            reads = self.function.reads(segments)
+        else:
+            reads = not isinstance(self._rows, str)
+        return reads or self.excluded.reads(segments)
 
     def version(self) -> object:
         """A value that stays as long as `of` chooses the same rows of a segment. None: it may always differ.
@@ -225,7 +315,7 @@ class RowFilter:
         if function is not None and not function.is_repeatable:
             return None
         values = None
-        if function is not None and function.reads_notes:
+        if (function is not None and function.reads_notes) or self.excluded.reads_notes:
             self._notes.flush_or_warn()
             values = self._notes.files(VALUES)
         return self._notes.files(MARKS), values
@@ -311,12 +401,26 @@ def rows_term(rows: Any) -> str:
     if isinstance(rows, str):
         return rows
     if is_expression(rows):
-        _, (content,) = rows.__reduce__()
-        return f"{shown(rows)} ({xxhash.xxh3_64_hexdigest(content)})"
+        return f"{shown(rows)} ({xxhash.xxh3_64_hexdigest(packed(rows))})"
     return xxhash.xxh3_64_hexdigest(rows.tobytes()) if isinstance(rows, np.ndarray) else "a function"
 
 
-def _without_nulls(found: pa.Array, segment: SegmentInfo) -> Mask:  # noqa: ARG001
+def _function_of(
+    store: Store, expression: Any, argument: str, expect: Sequence[str], read: ReadColumns | None = None
+) -> StoredFunction[Mask]:
+    return StoredFunction.of_expression(
+        store,
+        expression,
+        argument,
+        expect,
+        _without_nulls,
+        fits=pa.types.is_boolean,
+        wanted=_A_BOOL,
+        read=read,
+    )
+
+
+def _without_nulls(found: pa.Array, segment: SegmentInfo | None = None) -> Mask:  # noqa: ARG001
     known = found.fill_null(False) if found.null_count else found
     mask: Mask = np.asarray(known.to_numpy(zero_copy_only=False))
     return mask

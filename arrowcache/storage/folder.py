@@ -676,9 +676,15 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.notes / file.name, self.notes / f"{file.name}{_DAMAGED}")
 
-    def drop_note(self, file: layout.NoteFile) -> None:
-        """Unlink a file of notes, if it is still there; only under cache.lock."""
+    def drop_note(self, file: layout.NoteFile, *, syncs: bool = False) -> None:
+        """Unlink a file of notes, if it is still there; only under cache.lock.
+
+        Args:
+            syncs: it stays away after a power cut.
+        """
         (self.notes / file.name).unlink(missing_ok=True)
+        if syncs:
+            self.sync_folder(self.notes)
 
     def touch_weights(self, name: str, *, of_ranks: bool) -> bool:
         """Mark a file of weights as used now by a state; not for ranks. Returns: False: there is none."""

@@ -136,8 +136,8 @@ def parse_segment_name(name: str) -> tuple[int, int, str] | None:
 class NoteFile:
     """One file of notes, as its name tells.
 
-    It has the notes of numbers `first` to `last`, of one `kind`, on rows of segments up to `newest`; `digest`
-    is the XXH3 of its bytes.
+    It has the notes of numbers `first` to `last`, of one `kind`, on rows of segments up to `newest`, which is
+    MAX_SEQ for a rule; `digest` is the XXH3 of its bytes.
     """
 
     first: int
@@ -153,6 +153,11 @@ class NoteFile:
     def fits(self, data: bytes) -> bool:
         """True if these bytes are its content."""
         return xxhash.xxh3_64_hexdigest(data) == self.digest
+
+    @property
+    def is_rule(self) -> bool:
+        """True if it has one rule, which is on rows to come, too."""
+        return self.newest == MAX_SEQ
 
     def is_within(self, other: NoteFile) -> bool:
         """True if another file has all its numbers."""

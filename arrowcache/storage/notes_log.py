@@ -6,6 +6,9 @@ files are merged into one, which has the numbers of both, if their sizes are sim
 process that dies between linking the merged file and unlinking its parts leaves parts within the numbers of
 another file. Nobody reads these, and the next merge removes them.
 
+A rule is a mark, too: a file of its own, in its place among the others, with which it is not merged. So rows
+that are included behind it are its exceptions. It ends as its file leaves.
+
 There are two kinds of files. Marks (exclusions and tags) are on the disk before the call returns, and leave
 only with their segment. Values (annotations) wait in memory: a thread writes them each second, and ends when
 none come. A killed process loses those of its last second, a power cut may lose more. Values may take an
@@ -25,7 +28,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -55,6 +58,7 @@ from arrowcache.storage.row_notes import (
     LatestValues,
     NoteLines,
     RowStatements,
+    Rule,
     require_tag,
 )
 from arrowcache.storage.store import Store
@@ -69,6 +73,8 @@ _WRITE_SECONDS = 1.0  # between two writes of values
 _MAX_WAITING_ROWS = 1 << 20
 _ATTEMPTS = 100  # to read files that others merge meanwhile
 
+Holds = Callable[[Rule], NDArray[np.bool_]]
+"""Tells for which rows a rule holds: (rows,)."""
 _Values = Mapping[str, NDArray[np.float64]]  # by name: one for each row
 _Waiting = tuple[NDArray[np.int64], _Values]  # rows (n, 2) and their values
 
@@ -145,6 +151,31 @@ class NotesLog:
             self.merge(MARKS)
             self._warn_of_loss()
         return len(numbers)
+
+    def add_rule(self, rule: Rule) -> None:
+        """Have a rule hold from now on, in place of one with the same expression."""
+        lines = rule.lines()
+        self._append(MARKS, lines, lines.pack())
+        with self._store.locked():
+            for file in self._files_of(rule.content)[:-1]:
+                self._store.folder.drop_note(file)
+
+    def end_rule(self, content: bytes) -> bool:
+        """End the rule with an expression. Returns: False: there is none."""
+        with self._store.locked():
+            files = self._files_of(content)
+            for file in files:
+                self._store.folder.drop_note(file, syncs=True)
+        return bool(files)
+
+    def rules(self) -> list[Rule]:
+        """The rules that hold, oldest first."""
+        return [rule for notes in self.read(MARKS).values() for rule in notes.rules]
+
+    def _files_of(self, content: bytes) -> list[NoteFile]:
+        """The files of rules with an expression, oldest first; under cache.lock."""
+        files = [file for file in self.files(MARKS) if file.is_rule]
+        return [file for file in files if any(rule.content == content for rule in self._lines(file).rules)]
 
     # values
 
@@ -347,6 +378,8 @@ class NotesLog:
         older, newer = map(folder.note_bytes, files[-2:]) if len(files) > 1 else (1, 0)
         if older > min(2 * newer, _MAX_MERGED_BYTES, self._max_bytes):
             return False
+        if any(file.is_rule for file in files[-2:]):
+            return False
         rows = NumberedRows.of(self._store.segments())
         lines = self._lines(files[-2]).merged(self._lines(files[-1]), rows)
         data = lines.pack()
@@ -480,9 +513,9 @@ class NotesLog:
 
     # what is said of rows
 
-    def excluded(self, rows: NumberedRows) -> NDArray[np.bool_]:
-        """Tell which rows are excluded: (rows,)."""
-        return self._marked(rows, INCLUDED, EXCLUDED)
+    def excluded(self, rows: NumberedRows, holds: Holds | None = None) -> NDArray[np.bool_]:
+        """Tell which rows are excluded: (rows,). Without `holds` by their ids alone."""
+        return self._marked(rows, INCLUDED, EXCLUDED, holds=holds)
 
     def tagged(self, rows: NumberedRows, tag: str) -> NDArray[np.bool_]:
         """Tell which rows have a tag: (rows,)."""
@@ -492,19 +525,27 @@ class NotesLog:
         """The latest value of this name of each row: (rows,); NaN where none is."""
         return LatestValues(name).of(rows, self.read(VALUES)).astype(np.float64, copy=False)
 
-    def reasons(self, rows: NumberedRows) -> NDArray[np.object_]:
+    def reasons(self, rows: NumberedRows, holds: Holds | None = None) -> NDArray[np.object_]:
         """The reason of each excluded row, and None of the others: (rows,)."""
         none = np.array(None)
         reasons = np.full(rows.size, none)
         for notes in self.read(MARKS).values():
+            if holds is not None:
+                for rule in notes.rules:
+                    reasons[holds(rule)] = rule.reason
             texts = np.array(notes.texts, object)
             for some in notes.statements(rows, INCLUDED, EXCLUDED):
                 reasons[some.rows] = np.where(some.predicates == EXCLUDED, texts[some.texts], none)
         return reasons
 
-    def _marked(self, rows: NumberedRows, off: int, on: int, text: str | None = None) -> NDArray[np.bool_]:
+    def _marked(
+        self, rows: NumberedRows, off: int, on: int, text: str | None = None, holds: Holds | None = None
+    ) -> NDArray[np.bool_]:
         marked = np.zeros(rows.size, np.bool_)
         for notes in self.read(MARKS).values():
+            if holds is not None:
+                for rule in notes.rules:
+                    marked |= holds(rule)
             for some in notes.statements(rows, off, on, text=text):
                 marked[some.rows] = some.predicates == on
         return marked

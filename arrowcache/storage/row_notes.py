@@ -6,6 +6,9 @@ about some rows of one segment. The rows are a bitmap, or positions where these 
 for each row of a segment at most. A value takes 4 bytes where float32 holds all values of its line, else 8.
 `LatestValues` keeps the newest value of each row from one epoch to the next.
 
+A rule excludes the rows for which an expression is true, those to come, too. It is a line of its own, of no
+row, in a file of its own.
+
 Guarantees: of two statements about one row and one topic the later one counts. A topic is the exclusion, one
 tag, or one name of values. `NoteLines.unpack` refuses bytes that do not fit together.
 Must never: read or write a file; `notes_log.py` does.
@@ -13,23 +16,28 @@ Must never: read or write a file; `notes_log.py` does.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from arrowcache.arrow.expression import unpacked
 from arrowcache.errors import CacheFormatError
 from arrowcache.limits import Limits
 from arrowcache.storage.layout import MAX_SEQ, NoteFile
 from arrowcache.storage.row_ids import NumberedRows, is_row_id
 from arrowcache.units import require_text
 
-INCLUDED, EXCLUDED, UNTAGGED, TAGGED, VALUE = range(5)  # predicates; a newer format may have more
-_PREDICATES = 5
+if TYPE_CHECKING:
+    from pyarrow.compute import Expression
+
+INCLUDED, EXCLUDED, UNTAGGED, TAGGED, VALUE, RULE = range(6)  # predicates; a newer format may have more
+_PREDICATES = 6
 RESERVED_TAGS = ("included", "all")  # `Loader(rows=)` means something else by them
 _FIELDS = {
     "seq": "<i8",
@@ -84,6 +92,36 @@ class RowStatements(NamedTuple):
         """Some of them."""
         values = self.values[at] if len(self.values) else self.values
         return RowStatements(self.rows[at], self.codes[at], values)
+
+
+class Rule(NamedTuple):
+    """A standing exclusion.
+
+    Args:
+        content: the expression, as of `arrow.expression.packed`.
+        annotations: the names that it reads which are no column's.
+    """
+
+    content: bytes
+    reason: str = ""
+    annotations: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> Expression:
+        return unpacked(self.content)
+
+    def lines(self) -> NoteLines:
+        """The lines of its file."""
+        text = json.dumps([base64.b64encode(self.content).decode(), self.reason, self.annotations])
+        line = np.zeros(1, _LINE)
+        line["seq"], line["what"] = MAX_SEQ, RULE
+        return NO_LINES._replace(lines=line, texts=(text,))
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """The rule of a text. Raises: one of `_DAMAGED`: it is no rule's."""
+        content, reason, annotations = json.loads(text)
+        return cls(base64.b64decode(content, validate=True), str(reason), tuple(map(str, annotations)))
 
 
 class NoteLines(NamedTuple):
@@ -164,6 +202,7 @@ class NoteLines(NamedTuple):
                 lines[name] = array
             unpacked = cls(lines, texts, tuple(arrays[len(_FIELDS) :]))
             is_known = batch.schema.equals(_SCHEMA) and unpacked._is_sound()
+            is_known = is_known and all(rule.where is not None for rule in unpacked.rules)  # or it raises
         except _DAMAGED:
             is_known = False
         if not is_known:
@@ -240,6 +279,10 @@ class NoteLines(NamedTuple):
         """The texts of the lines with one of these predicates."""
         codes = self.lines["text"][np.isin(self.lines["what"], predicates)]
         return {self.texts[code] for code in np.unique(codes).tolist()}
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [Rule.parse(text) for text in self.texts_of(RULE)]
 
     def _statements(self, rows: NumberedRows) -> RowStatements:
         lines, (positions, bits, singles, doubles) = self.lines, self.arrays

@@ -26,11 +26,16 @@ from numpy.typing import NDArray
 from arrowcache.arrow.schema import FieldType, Schema, difference
 from arrowcache.errors import SchemaError
 from arrowcache.progress import progress_bar
-from arrowcache.reading.row_filter import ALL_ROWS, INCLUDED, chosen_of, require_rows, select_for_export
+from arrowcache.reading.row_filter import (
+    ALL_ROWS,
+    INCLUDED,
+    ExcludedRows,
+    chosen_of,
+    require_rows,
+    select_for_export,
+)
 from arrowcache.reading.snapshot import Snapshot
-from arrowcache.storage.notes_log import NotesLog
 from arrowcache.storage.recovery import HasStore, store_of
-from arrowcache.storage.row_ids import NumberedRows
 from arrowcache.storage.store import Store
 from arrowcache.tensorflow.examples import EXCLUDED_FEATURE, encode_rows
 from arrowcache.tensorflow.intake import Intake
@@ -114,7 +119,7 @@ def _marks_of(store: Store, snapshot: Snapshot) -> NDArray[np.bool_] | None:
     """Tell which rows of a snapshot are excluded: (rows,). None: none is, or a column has the mark's name."""
     if EXCLUDED_FEATURE in store.settings.schema:
         return None
-    excluded = NotesLog.of(store).excluded(NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows))
+    excluded = ExcludedRows(store).of(snapshot)
     return excluded if excluded.any() else None
 
 

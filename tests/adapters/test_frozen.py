@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import numpy as np
+import pyarrow.compute as pc
 from helpers import make_cache, publish
 from torch.utils.data import Dataset
 from tracing import writes_and_locks
@@ -92,7 +93,8 @@ def frozen(tmp_path: Path) -> ac.Cache:
     cache = make_cache(tmp_path / "cache")
     publish(cache, 10)
     ids = np.array([(number // 16, number % 16) for number in range(160)])
-    cache.exclude(ids[[3, 50]])
+    cache.exclude(ids[[3]])
+    cache.exclude(where=pc.field("id") == 50)
     cache.annotate(ids, loss=np.arange(160) + 1)
     cache.freeze()
     return cache

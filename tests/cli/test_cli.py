@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from helpers import DEADLINE_SECONDS, KIB, flip_byte, make_cache, publish, segment_files, seqs, wait_until
 
@@ -448,6 +449,8 @@ def test_info_says_how_many_rows_are_excluded_or_tagged(call, cache):
     cache.tag(["3:2"], "hard")
     notes = [value for name, value in table(call("info", cache.path)[1])[1:] if name == "notes"]
     assert notes == ["2 rows excluded", "1 row tagged hard"]
+    cache.exclude(where=pc.field("id") < 8, reason="dark")
+    assert "excluded where (id < 8): dark" in call("info", cache.path)[1]
 
 
 def test_info_of_an_empty_cache(call, tmp_path):

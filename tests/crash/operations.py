@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.acero  # noqa: F401  # not while files are counted
+import pyarrow.compute as pc
 from crash.faults import Faults
 from helpers import (
     KIB,
@@ -225,6 +227,33 @@ def do_note(cache: ac.Cache, twice: Twice) -> None:
     twice(cache.close)
 
 
+def do_rule(opened: tuple[ac.Cache, Snapshot], twice: Twice) -> None:
+    """A rule holds or not, and one that is said again takes the place of the first."""
+    cache, snapshot = opened
+    rule = pc.field("id") < 8
+    for _ in range(2):  # the second takes the place of the first
+        try:
+            cache.exclude(where=rule)
+        except (OSError, MemoryError, ac.ArrowCacheError):
+            assert len(twice(cache.rules)) < 3
+            twice(lambda: cache.exclude(where=rule))
+        assert 1 <= len(twice(cache.rules)) < 3
+    try:
+        cache.include(where=rule)
+    except (OSError, MemoryError, ac.ArrowCacheError, ValueError):
+        if twice(cache.rules):
+            twice(lambda: cache.include(where=rule))
+    assert twice(cache.rules) == []
+    snapshot.close()
+
+
+def mapped(path: Path) -> tuple[ac.Cache, Snapshot]:
+    """A cache whose segments are mapped, so that a look at all rows opens no file."""
+    snapshot = (cache := ac.Cache.open(path)).snapshot()
+    snapshot.map_all()
+    return cache, snapshot
+
+
 def noted(cache: ac.Cache) -> int:
     return int(NotesLog(cache.store).excluded(NumberedRows.of(cache.store.segments())).sum())
 
@@ -309,6 +338,7 @@ OPERATIONS = {
     "read": Operation(do_read, expected=frozenset({"maps.open", "maps.map", "pread", "flock"})),
     "read checked": Operation(do_read, begin=checked, expected=frozenset({"maps.open", "maps.map"})),
     "note": Operation(do_note, expected=frozenset({"create", "writev", "fsync", "link", "unlink"})),
+    "rule": Operation(do_rule, begin=mapped, expected=frozenset({"link", "unlink", "fsync"})),
     "use once": Operation(
         do_use, expected=frozenset({"create", "posix_fallocate", "writev", "rename", "fsync"})
     ),

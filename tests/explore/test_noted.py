@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from helpers import make_cache, publish
 
@@ -125,3 +127,22 @@ def test_a_relation_of_duckdb_names_rows(cache):
     assert explore.sql(cache, "select id from cache where _excluded")["id"].tolist() == [3, 11, 19]
     with pytest.raises(ValueError, match="no column _seq"):
         cache.exclude(duckdb.sql("select _row from frame"))
+
+
+def test_rows_of_a_rule_are_shown_and_exported_as_excluded(cache, tmp_path):
+    cache.annotate("0:4", loss=9)
+    cache.exclude(where=pc.field("id") < 3, reason="dark")
+    cache.exclude(where=pc.field("loss") > 8)
+    cache.exclude("0:9", reason="blurred")
+    frame = explore.to_pandas(cache)
+    assert frame.index[frame["_excluded"]].tolist() == [0, 1, 2, 4, 9]
+    assert frame["_reason"][[0, 4, 9]].tolist() == ["dark", "", "blurred"]
+    assert explore.head(cache, 4)["_reason"].tolist()[:3] == ["dark"] * 3
+    assert explore.rows(cache, ["0:9", "0:1", "0:5"])["_excluded"].tolist() == [True, True, False]
+    found = explore.sql(cache, "select id, _reason from cache where _excluded order by id")
+    assert found["id"].tolist() == [0, 1, 2, 4, 9]
+    files = explore.export_parquet(cache, tmp_path / "out")
+    exported = pq.read_table(files)["id"].to_pylist()
+    assert exported[:6] == [3, 5, 6, 7, 8, 10]
+    files = explore.export_parquet(cache, tmp_path / "all", columns=["id"], rows="all")
+    assert pq.read_table(files)["_excluded"].to_pylist()[:6] == [True, True, True, False, True, False]

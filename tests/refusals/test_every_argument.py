@@ -1203,11 +1203,15 @@ PLAIN: dict[str, tuple[Face, dict[str, Proof]]] = {
     ),
     "Cache.exclude": (
         Face("arrowcache:Cache.exclude", lambda cache: {"self": cache, "ids": (0, 0)}, needs=("pandas",)),
-        {"ids": proves_note({}, {"ids": (0, 2)}), "reason": proves_note({}, {"reason": "blurred"})},
+        {
+            "ids": proves_note({}, {"ids": (0, 2)}),
+            "reason": proves_note({}, {"reason": "blurred"}),
+            "where": proves_note({}, {"ids": None, "where": pc.field("id") >= 0}),
+        },
     ),
     "Cache.include": (
         Face("arrowcache:Cache.include", lambda cache: {"self": cache, "ids": (0, 1)}, needs=("pandas",)),
-        {"ids": proves_note({}, {"ids": (0, 3)})},
+        {"ids": proves_note({}, {"ids": (0, 3)}), "where": says("give either ids or where=", where=7)},
     ),
     "Cache.tag": (
         Face("arrowcache:Cache.tag", lambda c: {"self": c, "ids": (0, 0), "tag": "new"}, needs=("pandas",)),

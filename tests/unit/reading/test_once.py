@@ -209,7 +209,7 @@ def test_rows_that_are_asked_for_by_any_column_are_those_that_it_has(tmp_path, s
     publish_more(40)
     cache.annotate([(0, 0)], hard=np.zeros(1))
     with once(cache, 3, rows=pc.field("kind") == 0) as loader:
-        batches, had = loader.repeat(), set[int]()
+        batches, had, rule = loader.repeat(), set[int](), pc.field("kind") == 2
         for _ in range(40):
             rows, accepts = asked[rng.integers(len(asked))]
             loader.set_rows(rows)
@@ -220,7 +220,12 @@ def test_rows_that_are_asked_for_by_any_column_are_those_that_it_has(tmp_path, s
                 cache.annotate([divmod(number, 8) for number in some], hard=np.ones(5))
                 for number in some:
                     table[number]["hard"] = 1
-            left = [row["id"] for row in table if accepts(row) and row["id"] not in had][:3]
+            if rng.random() < 0.2:
+                (cache.include if cache.rules() else cache.exclude)(where=rule)
+            kinds = {0, 1} if cache.rules() else {0, 1, 2}
+            left = [
+                row["id"] for row in table if row["kind"] in kinds and accepts(row) and row["id"] not in had
+            ][:3]
             if len(left) == 3:
                 assert taken(batches, 1) == left
                 had.update(left)

@@ -28,6 +28,7 @@ from arrowcache.storage.notes_log import MARKS, VALUES, NotesLog
 from arrowcache.storage.row_ids import NumberedRows
 from arrowcache.storage.row_notes import (
     EXCLUDED,
+    RULE,
     VALUE,
     NoteLines,
     RowStatements,
@@ -379,7 +380,7 @@ def test_marks_are_synced_and_values_are_not(cache, monkeypatch):
 
 def test_notes_of_a_newer_release_are_refused(cache):
     notes = NoteLines.of(notes_of(cache)[1], ["what is this"], RowStatements.of(np.array([3]), EXCLUDED))
-    notes.lines["what"] = VALUE + 1
+    notes.lines["what"] = RULE + 1
     cache.exclude("0:0")
     put_note(cache, notes.pack())
     with pytest.raises(ac.CacheFormatError, match="does not know: use the release that wrote it"):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-OWN = ("beyond_memory", "cached", "device", "explorer", "peers", "reads", "scale")
+OWN = ("beyond_memory", "cached", "device", "explorer", "learning", "peers", "reads", "scale")
 """Modules with a command of their own."""
 MODULES = ("explore", "jax_device", "selection", "soak", "sources", "tensorflow", "training")
 """Modules with a benchmark of their name."""

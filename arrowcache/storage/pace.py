@@ -54,7 +54,7 @@ class Pace:
             So with max_reuse=1 rows are never served where an epoch ends early (`break`), is shorter than
             the snapshot (`epoch_rows`), or leaves out its last batch (`drop_last=True`); the error of a wait
             says how many, unless `rows`, `weights` or exclusions choose among them. To use each row once, by
-            rows, is for `Loader(once=...)` of a later release.
+            rows, is for `Loader(once=...)`.
         tolerance: by how many served rows training may lag behind `samples_per_insert` before samplers wait,
             and be ahead of it before epochs do. None means that rows served for each row published
             stay within 10 % of samples_per_insert, and a segment a sampler.

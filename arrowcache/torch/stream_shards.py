@@ -120,8 +120,8 @@ class StreamShards:
         if (epoch := _epoch_of(self.stream)) != self._epoch:
             raise ValueError(
                 f"the stream's epoch is {epoch}, and was {self._epoch} when cached() was called: what is "
-                "stored keeps the order of that epoch. Leave out set_epoch(), and shuffle behind cached(), such "
-                "as by Loader(train)"
+                "stored keeps the order of that epoch. Leave out set_epoch(), and shuffle behind cached(), "
+                "such as by Loader(train)"
             )
         rank, ranks = self.ranks_now() or (0, 1)
         if self.count < ranks and not self._has_warned:

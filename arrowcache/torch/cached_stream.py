@@ -119,7 +119,7 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
         Blocks: each step while an item is read from the disk, or the stream makes it.
         Raises: a step: CacheFormatError: the stream gives another item than the one stored. SchemaError: an
             item does not fit the columns of the first. What the stream or the transform raises. ValueError:
-            closed.
+            closed, the state is of a longer shard, or the stream's epoch was set.
         """
         if self._loaded_in is not None and not self._loaded_in.is_here and get_worker_info() is not None:
             raise RuntimeError(_OF_WORKERS)
@@ -194,7 +194,10 @@ class CachedStream(ItemCache[ShardReader], IterableDataset[Any]):
                 if position >= at:
                     yield item
         if first < at:
-            raise self._another(shard, at - 1)
+            raise ValueError(
+                f"the state is behind item {at - 1} of shard {shard}, which has "
+                f"{format_count(first, 'item')}: it is a state of another stream, or of one that was longer"
+            )
         return first
 
     def _behind(self, shard: int, first: int, reader: ShardReader | None) -> Generator[Any, None, None]:

@@ -82,6 +82,7 @@ class StreamShards:
         self.count = len(self._functions or self._urls) or _shards_of(stream)
         if self.count > MAX_SHARDS:
             raise ValueError(f"{format_count(self.count, 'shard')} are more than {MAX_SHARDS}: give fewer")
+        self._epoch = _epoch_of(stream)
         self._has_warned = False
         self._first: Iterator[Any] | None = None  # over the stream
         self.gave_the_same = False  # iterator again: it may have begun anew, or be the rest of the first one
@@ -112,7 +113,16 @@ class StreamShards:
         return self.ranks or rank_now()
 
     def mine(self) -> range:
-        """Return the shards that this rank and this worker of a DataLoader iterate over."""
+        """Return the shards that this rank and this worker of a DataLoader iterate over.
+
+        Raises: ValueError: the stream's epoch was set, which changes its order.
+        """
+        if (epoch := _epoch_of(self.stream)) != self._epoch:
+            raise ValueError(
+                f"the stream's epoch is {epoch}, and was {self._epoch} when cached() was called: what is "
+                "stored keeps the order of that epoch. Leave out set_epoch(), and shuffle behind cached(), "
+                "such as by Loader(train)"
+            )
         rank, ranks = self.ranks_now() or (0, 1)
         if self.count < ranks and not self._has_warned:
             self._has_warned = True
@@ -200,6 +210,12 @@ class StreamShards:
 
 def _has_state(stream: object) -> bool:
     return callable(getattr(stream, "state_dict", None)) and hasattr(stream, "load_state_dict")
+
+
+def _epoch_of(stream: object) -> int | None:
+    """Return the epoch of a stream whose order depends on it, as one of Hugging Face. None: it has none."""
+    epoch = getattr(stream, "epoch", None) if hasattr(stream, "set_epoch") else None
+    return epoch if type(epoch) is int else None
 
 
 def _is_function(stream: object) -> bool:

@@ -243,6 +243,29 @@ def test_a_stream_that_does_not_repeat_is_refused(path, way):
             list(train)
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stream_whose_epoch_is_set_is_refused(path, workers):
+    class Epochs(Stream):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([*self.items()][:: -1 if self.epoch % 2 else 1])
+
+    stream = Epochs(20)
+    with cached(stream, path, capacity="16MiB") as train:
+        for epoch in range(2):
+            stream.set_epoch(0)
+            assert numbers(DataLoader(train, None, num_workers=workers)) == wanted([20])
+            stream.set_epoch(epoch + 1)
+            with pytest.raises(ValueError, match=r"epoch is \d, and was 0 .* shuffle behind cached\(\)"):
+                list(DataLoader(train, None, num_workers=workers))
+            with pytest.raises(ValueError, match="Leave out set_epoch"):
+                train.fill(workers, progress=False)
+
+
 def test_what_is_stored_in_the_middle_of_a_pass_is_looked_at(path):
     with cached(Stream(20), path, capacity="16MiB") as train:
         items = iter(train)
@@ -517,10 +540,13 @@ def test_a_state_is_resumed_behind_the_capacity_and_in_an_empty_cache(path, tmp_
             assert numbers(train) == wanted([250], 200)
             assert_prefixes(train)
             assert numbers(train) == wanted([250])
-    with cached(Stream(100, size=1024), tmp_path / "shorter", capacity="512KiB") as train:
-        train.load_state_dict(state)
-        with pytest.raises(ac.CacheFormatError, match="does not repeat"):
-            list(train)
+    with cached(Stream(100, size=1024), tmp_path / "shorter", capacity="1MiB") as train:
+        for whole in (0, 1):
+            train.load_state_dict(state)
+            with pytest.raises(ValueError, match="behind item 199 of shard 0, which has 100 items: it is a"):
+                list(train)
+            assert numbers(train) == wanted([100])
+            assert train.stats().whole == 1, whole
 
 
 @pytest.mark.slow

@@ -180,6 +180,17 @@ def test_a_stream_of_hugging_face_goes_on_behind_its_capacity(tmp_path):
         assert 0 < train.cached < 300
 
 
+@pytest.mark.parametrize("shards", [1, 5])
+def test_a_stream_of_hugging_face_whose_epoch_is_set_is_refused(tmp_path, shards):
+    rows = library("datasets").Dataset.from_dict({"y": [*range(ROWS)]})
+    stream = rows.to_iterable_dataset(num_shards=shards).shuffle(seed=3, buffer_size=10)
+    with cached(stream, tmp_path / "cache", capacity="64MiB") as train:
+        assert numbers(train) == [*range(ROWS)]
+        stream.set_epoch(1)
+        with pytest.raises(ValueError, match=r"the stream's epoch is 1, and was 0"):
+            list(train)
+
+
 def test_a_part_for_a_node_is_refused(tmp_path):
     part = library("datasets.distributed").split_dataset_by_node(of_hugging_face(tmp_path), 0, 2)
     with pytest.raises(ValueError, match=r"give cached\(\) the whole stream"):

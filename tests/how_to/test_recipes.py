@@ -104,7 +104,7 @@ def test_volumes_of_monai_are_loaded_once_and_augmented_each_time(tmp_path: Path
         loader = DataLoader(train, batch_size=1, num_workers=2)
         print(differ([batch["image"] for _ in range(2) for batch in loader]))
         print({tuple(each.shape) for each in windows} == {(16, 1, 16, 16, 8)})
-        print(len(windows) == 100, differ(windows))
+        print(len(windows) == 20, differ(windows))
         print(all(((label == 0) | (label == 1)).all().item() for _, label in steps))
     """
     assert run(tmp_path, "monai.md", then, before).split() == ["True"] * 9

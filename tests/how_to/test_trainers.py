@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from .test_pages import run
+from .test_pages import blocks, run
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +160,53 @@ def test_huggingfaces_trainer_has_the_rows_of_a_cache_that_grows(tmp_path: Path)
     """
     printed = script(tmp_path, "huggingface-trainer.md", IMAGES + KILLED, then)
     assert printed == "True 35 True True True True"
+
+
+RANK = """
+    import json, os
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3 * 8 * 8, 10)
+
+        def forward(self, pixel_values, labels):
+            logits = self.layer(pixel_values.flatten(1))
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    plain, seen, dies = of_images, [], int(sys.argv[1])
+
+    def of_images(batch):
+        if len(seen) == dies:
+            raise SystemExit(0)
+        seen.append((batch["image"][:, 0, 0, 0] * 1000).round().long().tolist())
+        return plain(batch)
+
+    try:
+        train_on_images(Net(), "/data/run", save_steps=2, max_steps=10, use_cpu=True)
+    finally:
+        Path(f"/data/seen-{dies}-{os.environ['RANK']}").write_text(json.dumps(seen))
+"""
+
+
+def test_two_ranks_of_huggingfaces_trainer_go_on_to_the_batch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    script(tmp_path, "huggingface-trainer.md", IMAGES, "")  # makes the cache
+    ranked = "import sys\n" + blocks("huggingface-trainer.md") + textwrap.dedent(RANK)
+    (tmp_path / "rank.py").write_text(ranked.replace("/data/", f"{tmp_path}/"))
+    seen = {}
+    for dies in (3, 99):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        subprocess.run([*launch, tmp_path / "rank.py", str(dies)], env=environment, timeout=240, check=True)
+        seen[dies] = [json.loads((tmp_path / f"seen-{dies}-{rank}").read_text()) for rank in range(2)]
+    assert [head[2:] for head in seen[3]] == [rest[:1] for rest in seen[99]]
+    batches = [batch for head, rest in zip(*seen.values(), strict=True) for batch in head[:2] + rest[:3]]
+    assert sorted(row for batch in batches for row in batch) == list(range(640))
 
 
 # The rows of each batch, and a model of one weight that all of them change.

@@ -1,20 +1,21 @@
 """Trains each task by each strategy, and says what was reached, and for how many rows of the source.
 
-Question: a model trains on a window of 5, 10 or 25 % of the rows, which are replaced while it trains. Does it reach
-the held-out score that it reaches on all rows, for the same number of steps?
-Method: one model, optimizer (Adam, a cosine to 0) and number of steps a task; five seeds of weights and order. A row
-that comes from the source counts as read each time. The strategies:
+Question: a model trains on a window of 5, 10 or 25 % of the rows, which are replaced while it trains. Does it
+reach the held-out score that it reaches on all rows, for the same number of steps?
+Method: one model, one optimizer (Adam, a cosine to 0) and steps of a number; five seeds each.
+A row that comes from the source counts as read each time. The strategies:
 
     all         all rows, epoch after epoch: read once, if they fit, else in each epoch
     static      a random subset of the window's size
-    arrowcache  a SamplerPool draws random rows into a cache of the window's size, whose pace gives each row `reuse`
-                times; a Loader's epochs read it
-    oldest      the same, as a model of it in memory: an epoch is a snapshot; at its end the oldest rows are replaced
+    arrowcache  a SamplerPool draws random rows into a cache of the window's size, whose pace gives each row
+                `reuse` times; a Loader's epochs read it
+    oldest      the same, as a model of it in memory: an epoch is a snapshot; at its end the oldest rows are
+                replaced
     reservoir   likewise, but random rows are replaced
     smartcache  MONAI's SmartCacheDataset of the window's size, which replaces 1/reuse of it an epoch
 
-Run: `python -m benchmarks learning`, or `--tasks digits --seeds 5`; it goes on where it was interrupted. Entries are
-in benchmarks/learning/results.jsonl, each with commit and version.
+Run: `python -m benchmarks learning`, or `--tasks digits --seeds 5`; it goes on where it was interrupted.
+Entries are in benchmarks/learning/results.jsonl, each with commit and version.
 """
 
 from __future__ import annotations
@@ -82,8 +83,10 @@ def from_arrowcache(task: Task, window: int, reuse: int, seed: int) -> Feed:
             Loader(cache, BATCH, shuffle="window", seed=seed) as loader,
         ):
             cache.set_pace(ac.Pace(min_rows=window // 2, samples_per_insert=reuse))
+            read = 0
             for number, batch in enumerate(loader.repeat()):
-                read = cache.stats().inserted_rows if number % 50 == 0 else read
+                if number % 50 == 0:
+                    read = cache.stats().inserted_rows
                 yield batch["inputs"], batch["targets"], read
 
 
@@ -196,13 +199,19 @@ def report(entries: list[dict[str, Any]]) -> str:
         mean, share = statistics.mean(scores), statistics.mean(e["rows_read"] for e in found) / ROWS
         spread = ""
         if len(scores) > 1:
-            spread = (
-                f" ± {_T95.get(len(scores), 2.0) * statistics.stdev(scores) / math.sqrt(len(scores)):.2f}"
-            )
+            error = statistics.stdev(scores) / math.sqrt(len(scores))
+            spread = f" ± {_T95.get(len(scores), 2.0) * error:.2f}"
         task, strategy, fraction, reuse = key
-        lines.append(
-            f"| {task} | {strategy} | {fraction:.0%} | {reuse or '-'} | {len(found)} | {share:.2f} | {mean:.2f}{spread} |"
+        cells = (
+            task,
+            strategy,
+            f"{fraction:.0%}",
+            reuse or "-",
+            len(found),
+            f"{share:.2f}",
+            f"{mean:.2f}{spread}",
         )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -217,9 +226,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)  # more wait for one another where the machine has other work
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    named = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    commit = named.stdout.strip()
     entries = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     if not options.report:
         done = {(e["task"], e["strategy"], e["fraction"], e["reuse"], e["seed"]) for e in entries}

@@ -1,14 +1,14 @@
-"""Three small tasks with real structure, each of some 20,000 rows, and a held-out part that no strategy sees.
+"""Three small tasks with real structure, each of some 20,000 rows, and a part that is held out.
 
-    digits  images: scikit-learn's 1,797 handwritten digits, each turned, shifted and scaled some ten times. The
-            digits of the held-out part are others.
-    text    tokens: the next character of the help texts that CPython ships, in windows of 64. The last tenth is
-            held out.
+    digits  images: scikit-learn's 1,797 handwritten digits, each turned, shifted and scaled some ten times.
+            The digits of the held-out part are others.
+    text    tokens: the next character of the help texts that CPython ships, in windows of 64. The last tenth
+            is held out.
     burgers a surrogate of a simulation: the viscous Burgers equation on 64 points, from the parameters of its
             start to its end.
 
-A score is in points, up to 100: the share of right digits or characters, or 100 less the error of the solution in
-per cent (relative L2). All data are made from seeds.
+A score is in points, up to 100: the share of right digits or characters, or 100 less the error of the
+solution in per cent (relative L2). All data are made from seeds.
 """
 
 from __future__ import annotations

@@ -185,6 +185,7 @@ def bfloat16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 NOTE_KEY = b"arrowcache.note"  # of a field of a file that was exported: no column of the cache
 EXCLUDED, REASON, TAGS = "_excluded", "_reason", "_tags"
+_MAX_JOINED = 62
 _KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), REASON: String(), TAGS: None}
 
 
@@ -226,6 +227,19 @@ class NotedRows:
             for at in np.flatnonzero(self._notes.tagged(self._rows, tag)).tolist():
                 tags[at].append(tag)
         return tags
+
+    def tag_texts(self) -> pa.Array:
+        """The tags of each row as one text, such as "easy, hard", of the first 62 tags there are."""
+        tags, codes = self._notes.tags()[:_MAX_JOINED], np.zeros(self._rows.size, np.int64)
+        for place, tag in enumerate(tags):
+            codes |= self._notes.tagged(self._rows, tag).astype(np.int64) << place
+        found, at = np.unique(codes, return_inverse=True)
+        texts = [
+            ", ".join(tag for place, tag in enumerate(tags) if code >> place & 1) for code in found.tolist()
+        ]
+        return pa.DictionaryArray.from_arrays(
+            at.astype(np.int32), pa.array(texts, pa.utf8())
+        ).dictionary_decode()
 
 
 def select_with_notes(schema: Schema, noted: NotedRows, columns: object) -> tuple[str, ...]:

@@ -118,6 +118,8 @@ async function render({ model, el }, shared) {
   let isAsked = false; // for new rows; one question at a time
   let isHeld = false; // a brush, in a chart that new rows would draw anew
   let last = predicate();
+  const drawn = {}; // what each part was drawn of
+  const isNew = (part, value) => drawn[part] !== (drawn[part] = JSON.stringify(value));
 
   function button(parent, className, name, act, isOff = false) {
     const made = add(parent, "button", className, name);
@@ -158,10 +160,15 @@ async function render({ model, el }, shared) {
     says.textContent = board.says;
     failed.textContent = board.error;
     const [shown, all] = [board.count, board.total].map((number) => number.toLocaleString("en"));
-    const state = JSON.stringify([board.ids, shown, all, board.sql, board.table, board.choices, board.map]);
-    if (state === root.state) return; // what is being typed stays
-    root.state = state;
-    count.replaceChildren();
+    if (isNew("code", board.sql)) drawCode(board);
+    if (isNew("rows", [board.ids, board.table])) {
+      table.innerHTML = board.table;
+      table.querySelectorAll("tbody tr, figure").forEach((line, i) => {
+        line.onclick = () => model.send({ do: "open", one: board.ids[i] });
+      });
+    }
+    if (!isNew("bar", [shown, all, board.first, board.step, board.is_brushed, board.choices, board.map, look])) return;
+    count.replaceChildren(); // else what is being typed stays
     add(count, "b", "count", `${shown} of ${all} rows`);
     button(count, "earlier", "Earlier", () => page(board.first - board.step), !board.first);
     button(count, "later", "Later", () => page(board.first + board.step), board.first + board.step >= board.count);
@@ -172,10 +179,9 @@ async function render({ model, el }, shared) {
     choose(count, "map", board.map, map, (text) => ask("map", { text }));
     if (look.near) button(count, "back", "All rows again", () => show({ near: null }));
     actions(count, null, "what is brushed", !board.is_brushed);
-    table.innerHTML = board.table;
-    table.querySelectorAll("tbody tr, figure").forEach((line, i) => {
-      line.onclick = () => model.send({ do: "open", one: board.ids[i] });
-    });
+  }
+
+  function drawCode(board) {
     code.replaceChildren();
     const ids = model.get("isAlone") ? [`ids = explore.sql(cache, ${board.asked})`] : [];
     const rows = ids.length ? "ids" : "explorer.ids";
@@ -231,7 +237,7 @@ async function render({ model, el }, shared) {
     if (predicate() === last) return;
     last = predicate();
     for (const made of count.querySelectorAll("button")) made.disabled = true; // until their rows are known
-    root.state = "";
+    drawn.bar = "";
     clearTimeout(shared.pause);
     shared.pause = setTimeout(() => page(0), PAUSE_MS);
   }

@@ -201,7 +201,7 @@ class Cache(Shown, Closable):
                 with these columns; or a RowId or text such as "83:26", or several.
             reason: a note for people, who find it as `_reason` in DataFrames and SQL.
             where: a `pyarrow.compute` expression, as of `Loader(rows=)`, over scalar columns, `_seq`, `_row`
-                and annotations there are. A null is no; of annotations the latest value counts.
+                and annotations that rows have. A null is no; of annotations the latest value counts.
         Returns: the number of these rows that are still in the cache. Others are passed over.
         Blocks: for cache.lock and the disk; with `where` while the columns that it reads are read.
         Raises: ValueError, TypeError: not ids, or a cache of a dataset; both ids and `where`, or neither; an

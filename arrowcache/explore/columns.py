@@ -185,6 +185,7 @@ def bfloat16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 NOTE_KEY = b"arrowcache.note"  # of a field of a file that was exported: no column of the cache
 EXCLUDED, REASON, TAGS = "_excluded", "_reason", "_tags"
+_MAX_JOINED = 62
 _KINDS: dict[str, FieldType | None] = {EXCLUDED: Tensor("bool"), REASON: String(), TAGS: None}
 
 
@@ -192,12 +193,13 @@ class NotedRows:
     """The notes on the rows of one snapshot, those of this process' annotations included.
 
     Args:
-        ids: (n,) the rows for which rules are evaluated. None: all.
+        ids: (n,) the rows for which rules are evaluated, and tags listed. None: all.
     """
 
     def __init__(self, store: Store, snapshot: Snapshot, ids: NDArray[np.int64] | None = None) -> None:
         self._notes, self._excluded, self._snapshot = _notes(store), ExcludedRows(store, ids), snapshot
         self._rows = NumberedRows.of_counts(snapshot.seqs, snapshot.segment_rows)
+        self._ids = ids
         kinds = _KINDS | dict.fromkeys(self._notes.names(), Tensor("float64"))
         #: Type of each column that can be asked for, where no column of the cache has its name. None: lists.
         self.kinds = {name: kind for name, kind in kinds.items() if name not in store.settings.schema}
@@ -221,11 +223,25 @@ class NotedRows:
         if name != TAGS:
             return self._notes.values(self._rows, name)
         tags = np.empty(self._rows.size, object)
-        tags[:] = [[] for _ in range(len(tags))]
+        listed = np.arange(len(tags)) if self._ids is None else np.unique(self._ids)
+        for at in listed.tolist():
+            tags[at] = []
         for tag in self._notes.tags():
-            for at in np.flatnonzero(self._notes.tagged(self._rows, tag)).tolist():
+            for at in listed[self._notes.tagged(self._rows, tag)[listed]].tolist():
                 tags[at].append(tag)
         return tags
+
+    def tag_texts(self) -> pa.Array:
+        """The tags of each row as one text, such as "easy, hard", of the first 62 tags there are."""
+        tags, codes = self._notes.tags()[:_MAX_JOINED], np.zeros(self._rows.size, np.int64)
+        for place, tag in enumerate(tags):
+            codes |= self._notes.tagged(self._rows, tag).astype(np.int64) << place
+        found = pa.array(codes).dictionary_encode()
+        texts = [
+            ", ".join(tag for place, tag in enumerate(tags) if code >> place & 1)
+            for code in found.dictionary.to_pylist()
+        ]
+        return pa.DictionaryArray.from_arrays(found.indices, pa.array(texts, pa.utf8())).dictionary_decode()
 
 
 def select_with_notes(schema: Schema, noted: NotedRows, columns: object) -> tuple[str, ...]:

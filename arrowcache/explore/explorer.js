@@ -11,14 +11,16 @@ const STYLE = `
   .plot::before { content: attr(data-column); font-weight: 600; }
   .bar { display: flex; flex-wrap: wrap; gap: 0.5em; align-items: center; margin: 0.6em 0; }
   .count { font-size: 1.15em; margin-right: 0.4em; }
-  button, input[placeholder] { font: inherit; color: inherit; background: none; padding: 0.1em 0.6em;
+  button, select, input[placeholder] { font: inherit; color: inherit; background: none; padding: 0.1em 0.6em;
     border: 1px solid var(--line); border-radius: 3px; }
   input[placeholder] { width: 9em; margin-left: 1em; }
   button:disabled { opacity: 0.45; }
   button:enabled:hover { border-color: #2f7fc1; color: #2f7fc1; }
   .code code { display: block; overflow-wrap: anywhere; user-select: all; padding: 0.2em 0.6em; margin: 0.3em 0;
     background: rgba(128, 128, 128, 0.12); }
-  .table { overflow-x: auto; }
+  .table { overflow-x: auto; display: flex; gap: 2.4em; }
+  .tiles { display: flex; flex-wrap: wrap; gap: 0.6em; align-items: end; margin-top: 0.3em; }
+  figure { margin: 0; min-width: 96px; cursor: pointer; text-align: center; font-size: 0.85em; }
   .table table { border-collapse: collapse; width: auto; font-size: 0.93em; }
   .table tr > :is(th, td) { text-align: left; vertical-align: middle; white-space: normal; max-width: 20em;
     padding: 0.2em 1.2em 0.2em 0; border: 0; border-bottom: 1px solid var(--line); color: inherit; background: none; }
@@ -82,8 +84,14 @@ function share(model) {
     asked.delete(uuid);
   });
   const params = new Map();
-  const draw = () => astToDOM(parseSpec(model.get("spec")), { params });
-  return { charts, params, draw, version: model.get("board").version, pause: 0 };
+  let last; // spec
+  const draw = () => {
+    if (last !== model.get("spec")) params.clear(); // other charts have other brushes
+    last = model.get("spec");
+    return astToDOM(parseSpec(last), { params });
+  };
+  const look = { order: "", view: "", beside: "", near: null }; // explorer.py says what each is
+  return { charts, params, draw, look, version: model.get("board").version, pause: 0 };
 }
 
 async function render({ model, el }, shared) {
@@ -102,11 +110,16 @@ async function render({ model, el }, shared) {
   const detail = add(root, "div", "detail");
   const brush = shared.params.get("brush");
   const predicate = () => [brush.predicate() ?? []].flat().join(" and "); // each stands in parentheses
-  const ask = (verb, more) => model.send({ do: verb, where: predicate(), at: model.get("board").first, ...more });
+  const { look } = shared;
+  const ask = (verb, more) =>
+    model.send({ do: verb, where: predicate(), at: model.get("board").first, ...look, ...more });
   const page = (at) => ask("page", { at });
+  const show = (changes) => page(0, Object.assign(look, changes));
   let isAsked = false; // for new rows; one question at a time
   let isHeld = false; // a brush, in a chart that new rows would draw anew
   let last = predicate();
+  const drawn = {}; // what each part was drawn of
+  const isNew = (part, value) => drawn[part] !== (drawn[part] = JSON.stringify(value));
 
   function button(parent, className, name, act, isOff = false) {
     const made = add(parent, "button", className, name);
@@ -114,12 +127,20 @@ async function render({ model, el }, shared) {
     made.onclick = act;
   }
 
+  function choose(parent, name, value, options, act) {
+    if (options.length < 2) return;
+    const made = add(parent, "select", name);
+    made.append(...options.map(([text, one]) => new Option(text, one, false, one === value)));
+    made.onchange = () => act(made.value);
+  }
+
   function actions(parent, one, what, isOff = false) {
     const text = add(parent, "input");
-    text.placeholder = "reason or tag";
+    text.placeholder = one ? "reason or tag" : "reason, tag or folder";
     const act = (verb) => () => ask(verb, { one, text: text.value });
     button(parent, "exclude", `Exclude ${what}`, act("exclude"), isOff);
     button(parent, "tag", `Tag ${what}`, () => (text.value ? act("tag")() : text.focus()), isOff);
+    if (!one) button(parent, "export", "Export to Parquet", act("export"));
   }
 
   async function askAnew(client) {
@@ -139,18 +160,28 @@ async function render({ model, el }, shared) {
     says.textContent = board.says;
     failed.textContent = board.error;
     const [shown, all] = [board.count, board.total].map((number) => number.toLocaleString("en"));
-    const state = JSON.stringify([board.ids, shown, all, board.sql, board.table]);
-    if (state === root.state) return; // what is being typed stays
-    root.state = state;
-    count.replaceChildren();
+    if (isNew("code", board.sql)) drawCode(board);
+    if (isNew("rows", [board.ids, board.table])) {
+      table.innerHTML = board.table;
+      table.querySelectorAll("tbody tr, figure").forEach((line, i) => {
+        line.onclick = () => model.send({ do: "open", one: board.ids[i] });
+      });
+    }
+    if (!isNew("bar", [shown, all, board.first, board.step, board.is_brushed, board.choices, board.map, look])) return;
+    count.replaceChildren(); // else what is being typed stays
     add(count, "b", "count", `${shown} of ${all} rows`);
     button(count, "earlier", "Earlier", () => page(board.first - board.step), !board.first);
     button(count, "later", "Later", () => page(board.first + board.step), board.first + board.step >= board.count);
-    actions(count, null, "what is brushed", !predicate());
-    table.innerHTML = board.table;
-    table.querySelectorAll("tbody tr").forEach((line, i) => {
-      line.onclick = () => model.send({ do: "open", one: board.ids[i] });
-    });
+    const { map, ...choices } = board.choices;
+    for (const [name, options] of Object.entries(choices)) {
+      choose(count, name, look[name], options, (value) => show({ [name]: value }));
+    }
+    choose(count, "map", board.map, map, (text) => ask("map", { text }));
+    if (look.near) button(count, "back", "All rows again", () => show({ near: null }));
+    actions(count, null, "what is brushed", !board.is_brushed);
+  }
+
+  function drawCode(board) {
     code.replaceChildren();
     const ids = model.get("isAlone") ? [`ids = explore.sql(cache, ${board.asked})`] : [];
     const rows = ids.length ? "ids" : "explorer.ids";
@@ -168,7 +199,8 @@ async function render({ model, el }, shared) {
     actions(bar, id, "this row");
     button(bar, "close", "Close", () => detail.replaceChildren());
     const values = add(detail, "div", "values");
-    for (const { name, html, slices } of columns) {
+    const like = (name) => ({ near: [...id, name], view: name, order: "", beside: "" });
+    for (const { name, html, slices, is_vector } of columns) {
       add(values, "b", "", name);
       const cell = add(values, "div");
       const tools = add(cell, "div", "bar");
@@ -180,6 +212,7 @@ async function render({ model, el }, shared) {
         Object.assign(slider, { type: "range", min: 0, max: slices - 1, value: slices >> 1 });
         slider.oninput = () => model.send({ do: "slice", text: name, at: slider.valueAsNumber });
       }
+      if (is_vector) button(tools, "similar", "Rows like this", () => show(like(name)));
       if (value.querySelector("img[title]")) {
         button(tools, "larger", "+", () => zoom(value, 2));
         button(tools, "smaller", "−", () => zoom(value, 1 / 2));
@@ -204,7 +237,7 @@ async function render({ model, el }, shared) {
     if (predicate() === last) return;
     last = predicate();
     for (const made of count.querySelectorAll("button")) made.disabled = true; // until their rows are known
-    root.state = "";
+    drawn.bar = "";
     clearTimeout(shared.pause);
     shared.pause = setTimeout(() => page(0), PAUSE_MS);
   }

@@ -21,6 +21,8 @@ import time
 import wave
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from helpers import EVERY_TYPE, wait_until
 from quick import some_of
@@ -315,6 +317,149 @@ def test_a_row_that_is_evicted_before_it_is_opened_is_told(numbers, shown):
     page = Page(shown)
     numbers.evict(1)
     assert "0:3 has left the cache" in page.ask("open", one=[0, 3])["error"]
+
+
+# what is shown of the rows
+
+
+def follow(page, has_followed):
+    """Ask for what is new, as a browser does, until it is there."""
+    wait_until(lambda: has_followed(page.ask("refresh", where="")), "the copy to be made anew")
+
+
+def names_of(widget):
+    return [plot["name"] for plot in widget.spec["hconcat"]]
+
+
+@pytest.fixture
+def vectors(tmp_path):
+    """Four segments of 25 rows, each a point of a circle; every tenth is at its opposite."""
+    schema = ac.Schema({"n": ac.Tensor("int32"), "point": ac.Tensor("float32", (2,))})
+    with ac.Cache.create(tmp_path / "vectors", schema, "4MiB", "64KiB", 25) as cache:
+        angles = np.arange(100) / 100 + np.pi * (np.arange(100) % 10 == 0)
+        with cache.writer() as writer:
+            writer.extend(
+                n=np.arange(100, dtype="i4"), point=np.stack([np.cos(angles), np.sin(angles)], 1).astype("f4")
+            )
+        yield cache
+
+
+def test_rows_come_in_the_order_of_a_column(numbers, shown):
+    page = Page(shown)
+    choices = dict(page.state["board"]["choices"]["order"])
+    assert [*choices][:3] == ["oldest first", "x, highest first", "x, lowest first"]
+    board = page.ask("page", where='("label" IN (3))', order=choices["x, highest first"])
+    assert board["ids"] == [[row // 25, row % 25] for row in range(98, 58, -5)]
+    board = page.ask("page", where='("label" IN (3))', at=8, order=choices["x, highest first"])
+    assert board["ids"][0] == [2, 8]
+    assert page.ask("page", where="", order=choices["kind, lowest first"])["ids"][1] == [0, 2]
+
+
+def test_annotations_tags_and_exclusions_become_charts_and_follow(numbers, shown):
+    page = Page(shown)
+    assert names_of(shown) == ["x", "label", "kind"]
+    numbers.annotate([(0, row) for row in range(25)], loss=np.arange(25) % 7)
+    numbers.tag([(0, 3), (1, 3)], "hard")
+    numbers.tag([(0, 3), (2, 4)], "easy")
+    numbers.exclude(where=pc.field("label") == 2, reason="bad")
+    follow(page, lambda _: len(names_of(shown)) > 3)
+    assert names_of(shown) == ["x", "label", "kind", "_excluded", "_tags", "loss"]
+    choices = dict(page.state["board"]["choices"]["order"])
+    board = page.ask("page", where="", order=choices["loss, highest first"])
+    assert board["ids"][:4] == [[0, 6], [0, 13], [0, 20], [0, 5]]
+    assert page.ask("page", where="", at=24, order=choices["loss, lowest first"])["ids"][1] == [1, 0]
+    for where, count in (
+        ("\"_tags\" IN ('hard')", 1),
+        ("\"_tags\" IN ('easy, hard')", 1),
+        ('"_excluded"', 20),
+    ):
+        board = page.ask("page", where=f"({where})")
+        assert (board["count"], board["error"]) == (count, "")
+        found = explore.sql(numbers, shown.sql)
+        assert found[["_seq", "_row"]].to_numpy().tolist() == shown.ids.tolist()
+    numbers.annotate((3, 3), loss=99)
+    follow(page, lambda _: shown.con.execute("select max(loss) from cache").fetchall()[0] == (99,))
+    assert page.ask("page", where="", order=choices["loss, highest first"])["ids"][0] == [3, 3]
+
+
+def test_a_brush_stays_as_the_first_mark_comes(numbers, shown):
+    page, where = Page(shown), '("label" IN (3))'
+    page.ask("page", where=where)
+    spec = shown.spec
+    page.ask("tag", where=where, text="hard")
+    board = page.ask("refresh", where=where)
+    assert (board["count"], shown.spec is spec) == (20, True)
+    assert "side by side: _tags" in dict(board["choices"]["beside"])
+    numbers.exclude("0:0")
+    follow(page, lambda _: "_tags" in names_of(shown))
+
+
+def test_rows_of_few_values_stand_side_by_side(numbers, shown):
+    numbers.tag([(0, row) for row in range(10)], "hard")
+    page = Page(shown)
+    follow(page, lambda _: "_tags" in names_of(shown))
+    board = page.ask("page", where="", beside='"_tags"', order='"x" desc')
+    assert board["ids"] == [*([3, row] for row in range(24, 16, -1)), *([0, row] for row in range(9, 1, -1))]
+    assert "<b>none: 90 rows</b>" in board["table"]
+    assert "<b>hard: 10 rows</b>" in board["table"]
+    board = page.ask("page", where="x < 5", beside='"kind"')
+    assert board["ids"] == [[0, 0], [0, 2], [0, 4], [0, 1], [0, 3]]
+
+
+def test_pictures_have_the_value_that_orders_them(vectors):
+    with contextlib.closing(explore.open(vectors)) as widget:
+        page = Page(widget)
+        board = page.ask("page", where="", view="point", order='"n" desc')
+        assert (len(board["ids"]), board["table"].count("<figure>")) == (24, 24)
+        assert ">3:24 99<" in board["table"]
+
+
+def test_rows_like_one_are_what_is_brushed(vectors, tmp_path):
+    with contextlib.closing(explore.open(vectors)) as widget:
+        page = Page(widget)
+        board = page.ask("page", where="", near=[1, 25 - 1, "point"], view="point")
+        assert board["ids"][:2] == [[1, 24], [1, 23]]
+        assert (board["count"], board["is_brushed"]) == (24, True)
+        assert sorted(widget.ids.tolist()) == sorted(board["ids"])
+        assert len(explore.sql(vectors, widget.sql)) == 24
+        assert "24 rows tagged" in page.ask("tag", where="", near=[1, 24, "point"], text="near")["says"]
+        both = page.ask("page", where="(n < 49)", near=[1, 24, "point"])
+        assert {tuple(one) for one in both["ids"]} < {*map(tuple, board["ids"])}
+        vectors.evict(1)
+        assert "0:3 has left the cache" in page.ask("page", where="", near=[0, 3, "point"])["error"]
+
+
+def test_a_map_is_a_chart_that_is_brushed(vectors):
+    with contextlib.closing(explore.open(vectors)) as widget:
+        page = Page(widget)
+        page.ask("map", where="", text="point")
+        assert names_of(widget) == ["n", "map of point"]
+        opposite = widget.con.execute("select avg(_map_x) from map where n % 10 = 0").fetchall()[0][0] < 0
+        board = page.ask("page", where=f'("_map_x" {"<" if opposite else ">"} 0)')
+        assert [25 * seq + row for seq, row in widget.ids.tolist()] == [*range(0, 100, 10)]
+        assert sorted(explore.sql(vectors, widget.sql)["n"]) == [*range(0, 100, 10)]
+        with vectors.writer() as writer:
+            writer.append(n=100, point=np.zeros(2, np.float32))
+        assert page.ask("refresh", where=board["sql"].partition("where ")[2])["total"] == 101
+        assert widget.con.execute("select count(*) from map").fetchall()[0] == (100,)
+        vectors.evict(1)
+        page.ask("refresh", where="")
+        assert widget.con.execute("select count(*) from map").fetchall()[0] == (75,)
+        page.ask("map", where="", text="")
+        assert names_of(widget) == ["n"]
+
+
+def test_what_is_brushed_is_exported_without_excluded_rows(numbers, shown, tmp_path, monkeypatch):
+    page = Page(shown)
+    numbers.exclude("0:3")
+    board = page.ask("export", where="(x < 8)", text=str(tmp_path / "out"))
+    assert board["says"] == f"1 file in {tmp_path / 'out'}, without excluded rows"
+    assert pq.read_table(tmp_path / "out")["x"].to_pylist() == [0, 1, 2, 4, 5, 6, 7]
+    assert "holds files already" in page.ask("export", where="", text=str(tmp_path / "out"))["error"]
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        says = page.ask("export", where="(x < 8)")["says"]
+        assert f"{tmp_path / f'numbers-rows-{number}'}, " in says
 
 
 # acting on rows

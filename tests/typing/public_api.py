@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,6 +73,8 @@ def storage(path: Path) -> None:
     assert_type(cache.verify(repair=True), list[ac.Problem])
     assert_type(cache.evict(nbytes="10GB"), int)
     cache.resize("400GB")
+    assert_type(cache.exclude(where=pc.field("label") == 3, reason="withdrawn"), int)
+    assert_type(cache.rules(), list[tuple[pc.Expression, str]])
     cache.freeze()
     cache.thaw()
     assert_type(cache.path, Path)

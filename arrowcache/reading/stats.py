@@ -37,6 +37,7 @@ _NO_STALL = 0.05  # a smaller share of the time is not worth a word
 _SHOW_SECONDS = 0.1
 _HAND_OVER_SECONDS = 1e-3  # a shorter wait is no stall: so long may handing a batch over take
 _STEPS = 8  # of equal width, into which an octave of waits is divided
+_PLACES = _STEPS * (len(WAITS) + 1)
 
 _CHOICE_ADVICE = {
     "where": "a quicker where, or longer epochs, since it is asked of each segment as one begins",
@@ -252,7 +253,8 @@ class Meter:
         # Stages in progress, with their start, by thread: an entry that an interrupt left is soon replaced.
         self._stages: dict[int, tuple[str, float]] = {}
         self._waits: dict[int, float] = {}
-        self.waited = [0] * (_STEPS * (len(WAITS) + 1))  # how many were of each length: see `_place_of`
+        self.waited = [0] * _PLACES  # how many were of each length: see `_place_of`
+        self.octaves = [0] * (len(WAITS) + 1)  # sums of them
         self._runs: dict[object, float] = {}
         # The next update of the page. During a wait each change is shown, until a batch is delivered.
         self._page: LoaderPage | None = None
@@ -283,7 +285,7 @@ class Meter:
         elsewhere = [*self._elsewhere()]
         with self._lock:
             counts = self.epochs, self.batches, self.rows, self.nbytes, self.stalls
-            page.show(counts, self._times(elsewhere), self._octaves())
+            page.show(counts, self._times(elsewhere), self.octaves)
             self._due = Limits.current.clock() + _SHOW_SECONDS
             self._shows_a_wait = self._shows_a_wait or bool(self._waits)
 
@@ -297,9 +299,6 @@ class Meter:
         times["seconds"] = self.epoch_seconds, [*self._runs.values()]
         times["stall"] = self.stall_seconds, [*self._waits.values()]
         return times
-
-    def _octaves(self) -> list[int]:
-        return [sum(self.waited[place : place + _STEPS]) for place in range(0, len(self.waited), _STEPS)]
 
     def _wait_of(self, share: float) -> float:
         """Return the wait that so large a share of all calls did not exceed."""
@@ -493,8 +492,9 @@ def _place_of(seconds: float) -> int:
     """
     part, octave = math.frexp(seconds * 1e6)  # seconds are part * 2**octave us, and part is in [1/2, 1)
     if octave <= 0:
-        return 0 if seconds <= 0 else min(_STEPS - 1, int(seconds * 1e6 * _STEPS))
-    return min(_STEPS * octave + int((2 * part - 1) * _STEPS), _STEPS * (len(WAITS) + 1) - 1)
+        return int(seconds * 1e6 * _STEPS)  # below a microsecond
+    place = _STEPS * octave + int((2 * part - 1) * _STEPS)
+    return place if place < _PLACES else _PLACES - 1
 
 
 def _end_of(place: int) -> float:
@@ -524,7 +524,9 @@ class Waiting:
             seconds = now - meter._waits.pop(threading.get_ident(), now)
             meter.stall_seconds += seconds
             meter.stalls += seconds > _HAND_OVER_SECONDS
-            meter.waited[_place_of(seconds)] += 1
+            place = _place_of(seconds)
+            meter.waited[place] += 1
+            meter.octaves[place // _STEPS] += 1
         if meter._shows_a_wait:
             meter.show()
 

@@ -301,9 +301,10 @@ class Pool:
             raise error
         if state.failures > self._reported:
             self._reported = state.failures
+            retries = format_count(state.retries, "retry", "retries")
             raise SamplerError(
                 f"{format_count(state.failures, 'task')} given up after "
-                f"{format_count(state.retries, 'retry', 'retries')}; the first:\n"
+                f"{retries if state.failures == 1 else f'{retries} of all tasks'}; the first:\n"
                 f"{state.first_failure}"
             )
 

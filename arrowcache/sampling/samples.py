@@ -488,7 +488,13 @@ def first_whole(reads: Iterable[Callable[[], T | None]]) -> T | None:
 
 def _called(sampler: Sampler, rng: np.random.Generator) -> Iterator[Any]:
     try:
-        return iter(sampler(rng))
+        yielded = sampler(rng)
+        if isinstance(yielded, Mapping):
+            name = type(yielded).__name__
+            raise mark_permanent(
+                SamplerError(f"the sampler returned a {name}: `yield` it, and the next ones")
+            )
+        return iter(yielded)
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise  # from within the sampler

@@ -468,7 +468,10 @@ def _windows(fields: Sequence[str], window: Lengths | Mapping[str, Lengths]) -> 
     if not isinstance(window, Mapping):
         window = dict.fromkeys(fields, window)
     if set(window) != set(fields):
-        raise ValueError(f"window is of {', '.join(window)}, and the arrays are {', '.join(fields)}")
+        raise ValueError(
+            f"window is of {', '.join(window)}, and the arrays are {', '.join(fields)}: name these, such as "
+            f"window={{{fields[0]!r}: (6, 8, 8)}}, or give window=(6, 8, 8) for each"
+        )
     windows = {}
     for field in fields:
         lengths = window[field]

@@ -373,7 +373,7 @@ CANNOT_PASS = {
     "a missing field": (lambda rng: [{"id": 1}], "lacks 'image'"),
     "rows of many lengths": (of_many_lengths, "rows|length"),
     "None": (lambda rng: None, "NoneType"),
-    "a dict in place of an iterator of them": (lambda rng: row(1), "must yield mappings"),
+    "a dict in place of an iterator of them": (lambda rng: row(1), "the sampler returned a dict: `yield` it"),
     "a list of numbers": (lambda rng: [7], "must yield mappings"),
     "an array": (lambda rng: np.zeros(3), "must yield mappings"),
     "nothing": (lambda rng: [], "yielded nothing"),

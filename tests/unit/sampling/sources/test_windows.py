@@ -364,6 +364,10 @@ def test_a_window_larger_than_the_array_is_an_error_naming_array_axis_and_sizes(
     uri = store(tmp_path, "volume", volume, kind)
     with pytest.raises(ValueError, match=r"volume.*'data' is 13 long on axis 1, and the array 12"):
         ArrayWindows(uri, (3, 13))
+    with pytest.raises(
+        ValueError, match=r"window is of time, and the arrays are data: .*\{'data': \(6, 8, 8\)\}"
+    ):
+        ArrayWindows(uri, {"time": 3})
     with pytest.raises(ValueError, match=r"volume.*more axes than the array"):
         ArrayWindows(uri, (3, 3, 3, 3))
 

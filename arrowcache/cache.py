@@ -194,7 +194,8 @@ class Cache(Shown, Closable):
 
         With `where` in place of ids it is a rule, which holds for rows to come, too, in every process, until
         `include(where=...)` ends it. A Loader evaluates it once for each segment. Of a rule and of what was
-        said of a row by its id the later counts: rows that are included afterwards are its exceptions.
+        said of a row by its id the later counts: rows that are included afterwards are its exceptions. A rule
+        that holds already, with the same reason, stays as it is: a script may say it at each start.
 
         Args:
             ids: the rows: an (n, 2) array of `_seq` and `_row`; a DataFrame, table, query's result or batch
@@ -238,7 +239,10 @@ class Cache(Shown, Closable):
         require_rule(where)
         if not notes.end_rule(packed(where)):
             held = ", ".join(shown(each) for each, _ in self.rules()) or "none"
-            raise ValueError(f"no rule excludes rows where {shown(where)}: cache.rules() has {held}")
+            raise ValueError(
+                f"no rule excludes rows where {shown(where)}: cache.rules() has {held}; give one as it is "
+                "there, such as cache.include(where=cache.rules()[0][0])"
+            )
         return 1
 
     def rules(self) -> list[tuple[Expression, str]]:

@@ -6,6 +6,7 @@ Must never: accept one whose result depends on anything but these values of one 
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -204,6 +205,7 @@ def otherwise(what: str, name: str = "") -> str:
     return f"give a Python function {found}"
 
 
+@functools.cache
 def _refused_functions() -> list[str]:
     """The functions that an expression may not call: of several rows, of the user's, and `random`."""
     import pyarrow.compute as pc

@@ -40,9 +40,10 @@ class _Family(NamedTuple):
 def metrics(cache: AnyCache) -> str:
     """Return what is known of a cache and of those who use it, as OpenMetrics text.
 
-    Of the cache: bytes, rows and segments that it holds, and that came, were served and left. Of each loader,
-    by process: batches, rows and bytes, the seconds of each stage, the stalls, and a histogram of the waits
-    of `iter` and `next` that did not find a batch ready. Of each sampler at work: its rows and its reads.
+    Of the cache: bytes, rows and segments that it holds, and that came, were served and left. Of each loader
+    (not of dataloader(), whose workers are torch's), by process: batches, rows and bytes, the seconds of each
+    stage, the stalls, and a histogram of the waits of `iter` and `next` that did not find a batch ready. Of
+    each sampler at work: its rows and its reads.
 
     Blocks: as `explore.observe`: for cache.lock, and some milliseconds.
     Raises: FileNotFoundError: no such cache. LockTimeoutError: names the holder.
@@ -72,7 +73,7 @@ def _of_cache(seen: Observation) -> Iterator[_Family]:
         "gauge", "times_served", stats.times_served, "Epochs that read a row that is here, on average"
     )
     yield family("counter", "inserted_rows", stats.inserted_rows, "Rows that were published")
-    yield family("counter", "served_rows", stats.served_rows, "Rows of epochs, of one that two read twice")
+    yield family("gauge", "served_rows", stats.served_rows, "Rows of epochs, less those that a break left")
     yield family("counter", "evicted_rows", stats.evicted_rows, "Rows that left")
     yield family("counter", "evicted_segments", stats.evicted_segments, "Segments that left")
     yield family("counter", "unread_rows", stats.unread_rows, "Rows that left before any epoch read them")

@@ -153,12 +153,18 @@ class NotesLog:
         return len(numbers)
 
     def add_rule(self, rule: Rule) -> None:
-        """Have a rule hold from now on, in place of one with the same expression."""
+        """Have a rule hold from now on, in place of one with the same expression.
+
+        One that holds already, with the same reason, stays as it is, with its exceptions.
+        """
+        if rule in self.rules():
+            return
         lines = rule.lines()
         self._append(MARKS, lines, lines.pack())
         with self._store.locked():
             for file in self._files_of(rule.content)[:-1]:
                 self._store.folder.drop_note(file)
+        self.merge(MARKS)
 
     def end_rule(self, content: bytes) -> bool:
         """End the rule with an expression. Returns: False: there is none."""
@@ -166,6 +172,7 @@ class NotesLog:
             files = self._files_of(content)
             for file in files:
                 self._store.folder.drop_note(file, syncs=True)
+        self.merge(MARKS)  # of what it lay between
         return bool(files)
 
     def rules(self) -> list[Rule]:

@@ -127,9 +127,12 @@ class EpochBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next epoch have this number: with the seed it selects the order.
 
-        Not needed: epochs count by themselves. The one in progress goes on.
+        Not needed: epochs count by themselves. The one in progress goes on, and so does a resumed one of this
+        number; another number drops the rest of a resumed one.
         """
-        self._epochs.next_number = parse_count(epoch, "epoch", least=0)
+        number = parse_count(epoch, "epoch", least=0)
+        if number != self._epochs.next_number:
+            self._epochs.next_number = number
 
     def __len__(self) -> int:
         """Return the batches of the epoch in progress, or of the next one if it began now.

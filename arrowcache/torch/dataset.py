@@ -202,23 +202,24 @@ class CacheDataLoader(DataLoader[dict[str, Any]]):
         Raises: ValueError: another DataLoader reads this one's batch_sampler, such as what Accelerate's
             prepare() made of it; or in_order=False, within an epoch. As of `Loader`.
         """
-        epochs, latest = self.batch_sampler._made, self._latest
+        epochs = self.batch_sampler._made
         epoch, plan = epochs.progress, epochs.planned
         if epoch is not None:
-            if latest is None or latest.epoch is not epoch:
+            steps = None if self._latest is None else self._latest.steps_of(epoch)
+            if steps is None:
                 raise ValueError(
                     "another DataLoader reads the batch_sampler of this one, such as what Accelerate's "
                     "prepare() made of it, and this one cannot tell which batches it has delivered: leave "
                     "this one out of prepare() and iterate it, or give Accelerator() "
                     "DataLoaderConfiguration(use_stateful_dataloader=True)"
                 )
-            if latest.steps < epoch.order.steps:
-                if latest.steps and self.num_workers and not getattr(self, "in_order", True):  # torch 2.6
+            if steps < epoch.order.steps:
+                if steps and self.num_workers and not getattr(self, "in_order", True):  # torch 2.6
                     raise ValueError(
                         "with in_order=False batches come in any order, so their number does not tell which "
                         "are left of an epoch: leave it out"
                     )
-                plan = epoch.order.remaining(latest.steps)
+                plan = epoch.order.remaining(steps)
         return epochs.to_state(plan)
 
     def load_state_dict(self, state: dict[str, Any], missing: str = "skip") -> None:
@@ -237,7 +238,6 @@ class CacheDataLoader(DataLoader[dict[str, Any]]):
             self._latest.close(because)
 
     def _begin(self) -> Iterator[dict[str, Any]]:
-        self._end_shared(NEWER)
         return super().__iter__()
 
 
@@ -247,25 +247,38 @@ class _Delivery(Iterated):
     def __init__(self, loader: CacheDataLoader) -> None:
         super().__init__(iter(()), is_ours=True)
         self._loader: CacheDataLoader | None = loader  # until the epoch begins
-        self.epoch: Epoch | None = None
-        self.steps = 0
+        self._its_epoch: Epoch | None = None
+        self._steps = 0
+        self._before: tuple[Epoch | None, _Delivery | None] | None = None  # while its first batch is made
+
+    def steps_of(self, epoch: Epoch) -> int | None:
+        """Return how many batches of an epoch the loop got. None: it is of another DataLoader."""
+        if self._before is None:
+            return self._steps if self._its_epoch is epoch else None
+        before, delivery = self._before
+        if epoch is not before:
+            return 0
+        return None if delivery is None else delivery.steps_of(epoch)
 
     def _next(self) -> ReadyBatch | None:
         loader, self._loader = self._loader, None
         if loader is None:
             return super()._next()
-        epochs = loader.batch_sampler._made
+        epochs, latest = loader.batch_sampler._made, loader._latest
         before = epochs.progress
         try:
+            loader._end_shared(NEWER)
+            self._before, loader._latest = (before, latest), self
             self._iterator = loader._begin()
             return super()._next()
         finally:
-            if epochs.progress is not before:
-                self.epoch, loader._latest = epochs.progress, self
+            self._its_epoch, self._before = epochs.progress, None
+            if self._its_epoch is before:  # none began
+                self._its_epoch, loader._latest = None, latest
 
     def _count(self, made: ReadyBatch) -> None:
         super()._count(made)
-        self.steps += 1
+        self._steps += 1
 
 
 @face("dataloader()", _IN_DATALOADER, others=[name for name in _OF_DATALOADER if name not in _OURS])

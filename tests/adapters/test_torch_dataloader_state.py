@@ -244,3 +244,28 @@ def test_a_dataloader_whose_sampler_another_one_reads_has_no_state(cache):
     next(iter(other))
     with pytest.raises(ValueError, match=words):
         loader.state_dict()
+
+
+def test_a_resumed_epoch_stays_where_a_script_says_its_number(cache, way):
+    head, state = stop_after(4, dataloader(cache, 16, seed=3, **way))
+    again = dataloader(cache, 16, seed=3, **way)
+    again.load_state_dict(state)
+    again.batch_sampler.set_epoch(0)  # as of a loop over epochs from the saved one on
+    assert sorted(head + ids_of(again)) == [*FIRST]
+    again.load_state_dict(state)
+    again.batch_sampler.set_epoch(1)
+    assert sorted(ids_of(again)) == [*FIRST]
+
+
+def test_a_state_can_be_taken_while_the_first_batch_is_made(cache):
+    states = []
+
+    def tell(batch):
+        states.append(loader.state_dict())
+        return batch
+
+    loader = dataloader(cache, 16, 0, seed=3, transform=tell)
+    assert sorted(ids_of(loader)) == [*FIRST]
+    ids_of(itertools.islice(loader, 1))
+    assert [(state["epoch"], state["position"]) for state in states[:3]] == [(0, 0), (0, 16), (0, 32)]
+    assert (states[10]["epoch"], states[10]["position"]) == (1, 0)

@@ -84,9 +84,35 @@ def test_rows_that_are_included_behind_a_rule_are_its_exceptions(cache):
     assert epoch(cache)[:3] == [3, 5, 8]
     cache.exclude((0, 3))
     assert epoch(cache)[:2] == [5, 8]
-    cache.exclude(where=ID < 8)  # once more
+    cache.exclude(where=ID < 8)  # once more, as a script does that is started again
+    assert epoch(cache)[:2] == [5, 8]
+    cache.exclude(where=ID < 8, reason="dark")  # another rule in its place
     assert epoch(cache)[0] == 8
     assert len(cache.rules()) == 1
+
+
+def test_what_is_said_again_and_again_takes_no_more_files(cache):
+    for number in range(30):
+        cache.exclude((0, number % 16))
+        cache.exclude(where=ID < 8)
+        cache.exclude(where=ID > 60)
+        if number % 3 == 2:
+            cache.include(where=ID > 60)
+    assert len([*(cache.path / "notes").iterdir()]) < 8
+    assert epoch(cache) == [*range(16, 64)]
+
+
+def test_a_rule_that_cannot_be_added_excludes_nothing(cache):
+    cache.exclude(where=ID > 100)
+    (file,) = (cache.path / "notes").iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+    other = ac.Cache.open(cache.path)
+    with pytest.raises(ac.CacheFormatError, match="damaged"):
+        other.exclude(where=ID < 9)
+    assert len(other.verify()) == 1
+    assert (other.rules(), epoch(other)) == ([], [*range(64)])
 
 
 @pytest.mark.parametrize("seed", one_in(2, range(6)))
@@ -106,7 +132,8 @@ def test_of_rules_and_ids_the_latest_counts_however_files_are_merged(cache, seed
                 said.append((False, {*ids}, None))
             case 4:
                 here.exclude(where=below > ID)
-                said = [one for one in said if one[2] != below] + [(True, {*range(below)}, below)]
+                if all(one[2] != below for one in said):  # else it holds already
+                    said.append((True, {*range(below)}, below))
             case _ if any(one[2] == below for one in said):
                 here.include(where=below > ID)
                 said = [one for one in said if one[2] != below]

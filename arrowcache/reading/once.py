@@ -57,11 +57,16 @@ class _Patience(RowsWait):
     _lower = "lower batch_size"
 
     def _why_never(self) -> str:
-        if self._available_rows.pace_says or not self._nobody_writes():
-            return ""
-        if not self._store.folder.read_record().next_seq:  # whoever is to write first may still be starting
-            return ""
-        return "nobody writes"
+        return "nobody writes" if self._may_end() and self._nobody_writes() else ""
+
+    def _is_over(self) -> bool:
+        """As of any wait; where nobody writes now, it ends without an error once that is so for a while."""
+        return super()._is_over() and not (self._unwritten_since and self._may_end())
+
+    def _may_end(self) -> bool:
+        if self._available_rows.pace_says:
+            return False
+        return self._store.folder.read_record().next_seq > 0  # else whoever is to write may still be starting
 
     def _never(self, why: str) -> Exception:  # noqa: ARG002
         return _NobodyWrites()

@@ -200,7 +200,7 @@ class LoaderOptions:
             "transform": transform,
             "shuffling": shuffling,
             "rows": require_rows(self.rows),
-            "expect": require_expected(self.expect, self.rows, self.weights),
+            "expect": require_expected(self.expect, self.rows, self.weights, self.once is not None),
             "window_nbytes": parse_bytes(window_bytes, "window_bytes"),
             "is_frozen": settings.frozen is not None,
         }

@@ -371,9 +371,11 @@ def require_rows(rows: object) -> object:
         ) from None
 
 
-def require_expected(expect: object, rows: object, weights: object) -> tuple[str, ...]:
+def require_expected(expect: object, rows: object, weights: object, is_once: bool = False) -> tuple[str, ...]:
     """Return the argument `expect` of a loader.
 
+    Args:
+        is_once: `set_rows` may ask for other names.
     Raises: TypeError, ValueError: no names, or one that nothing asks for. A function may ask for any.
     """
     names = (expect,) if isinstance(expect, str) else tuple(expect) if isinstance(expect, Sequence) else None
@@ -381,7 +383,7 @@ def require_expected(expect: object, rows: object, weights: object) -> tuple[str
         raise TypeError(f"expect must be names of tags and annotations that are to come, not {expect!r}")
     for name in names:
         require_text(name, "a name of expect")
-    if callable(rows) or callable(weights):
+    if is_once or callable(rows) or callable(weights):
         return names
     tags = () if isinstance(rows, str) and rows in RESERVED_TAGS else (rows,)
     asked = [each for each in (*tags, weights) if isinstance(each, str)]

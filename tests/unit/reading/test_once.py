@@ -232,6 +232,33 @@ def test_rows_that_are_asked_for_by_any_column_are_those_that_it_has(tmp_path, s
         assert len(had) > 60
 
 
+def test_rows_to_ask_for_later_may_be_of_names_that_are_only_to_come(cache):
+    append_rows(cache, range(32))
+    with once(cache, 4, expect=["loss", "hard"]) as loader:
+        batches = loader.repeat()
+        assert taken(batches, 1) == [0, 1, 2, 3]
+        loader.set_rows(pc.field("loss") > 1)
+        cache.annotate([(0, row) for row in range(8, 12)], loss=np.full(4, 2.0))
+        assert taken(batches, 1) == [8, 9, 10, 11]
+        loader.set_rows("hard")
+        with pytest.raises(ValueError, match="expect='easy'"):
+            loader.set_rows("easy")
+
+
+@pytest.mark.parametrize("timeout", [0.02, 0.3])
+def test_where_nobody_writes_it_ends_however_short_the_timeout_is(cache, monkeypatch, timeout):
+    limit(monkeypatch, grace_seconds=0.5)
+    append_rows(cache, range(6))
+    with once(cache, 4, timeout=timeout, drop_last=False) as loader:
+        assert ids_of(loader) == [*range(6)]
+    with once(cache, 4, "other", timeout=timeout) as loader, cache.writer() as writer:
+        batches = iter(loader)
+        assert taken(batches, 1) == [0, 1, 2, 3]
+        with pytest.raises(ac.LoaderTimeoutError):
+            next(batches)
+        writer.abort()
+
+
 def test_rows_are_chosen_by_what_is_noted_of_them_when_their_batch_is(cache):
     append_rows(cache, range(32))
     cache.annotate([(0, row) for row in range(16)], version=1.0)

@@ -105,8 +105,7 @@ def create_store(path: Path, settings: Settings, *, exist_ok: bool, said: Collec
     if store.settings.schema != settings.schema:
         raise SchemaError(f"{path} has another schema: {difference(store.settings.schema, settings.schema)}")
     require_settings(store, {name: getattr(settings, name) for name in said})
-    if store.settings.capacity_bytes != settings.capacity_bytes:
-        store.resize(settings.capacity_bytes)
+    store.have_capacity(settings.capacity_bytes)
     return store
 
 

@@ -855,6 +855,21 @@ class Store:
             self.folder.write_settings(self.settings)
         return gone
 
+    def have_capacity(self, capacity_bytes: int) -> None:
+        """Resize to the capacity that the cache is opened with, with a warning of rows that leave for it.
+
+        Raises: as `resize`.
+        """
+        before = self.settings.capacity_bytes
+        if before == capacity_bytes:
+            return
+        if gone := self.resize(capacity_bytes):
+            rows = format_count(sum(segment.rows for segment in gone), "row")
+            warn(
+                f"{self.folder.path} was opened with a capacity of {format_bytes(capacity_bytes)}, and had "
+                f"{format_bytes(before)}: the oldest {rows} left. To keep all, give the capacity that it has"
+            )
+
     def _evictable_bytes(self, listed: list[SegmentInfo]) -> int:
         leased = self.leased(listed)
         oldest_leased = leased[0].seq if leased else listed[-1].seq + 1 if listed else 0

@@ -129,8 +129,8 @@ class ItemCache(Shown, Closable, Generic[Reader]):
         capacity = self._spec.settings.capacity_bytes
         try:
             store = self._opened()
-            if store.settings.capacity_bytes != capacity and not store.is_frozen:
-                store.resize(capacity)
+            if not store.is_frozen:
+                store.have_capacity(capacity)
             return store
         except (FileExistsError, NotADirectoryError):
             raise

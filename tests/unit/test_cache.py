@@ -72,9 +72,12 @@ def test_creating_over_a_cache_needs_to_be_asked_for(tmp_path):
 def test_creating_again_with_another_capacity_resizes(tmp_path):
     first = make_cache(tmp_path / "cache")
     publish(first, 40)
-    make_cache(tmp_path / "cache", exist_ok=True, capacity="512KiB")
+    words = r"opened with a capacity of 512.0 KiB, and had 1.0 MiB: the oldest \d+ rows left"
+    with pytest.warns(RuntimeWarning, match=words):
+        make_cache(tmp_path / "cache", exist_ok=True, capacity="512KiB")
     assert first.stats().capacity_bytes == 512 * KIB
     assert len(seqs(first)) < 30
+    make_cache(tmp_path / "cache", exist_ok=True, capacity="256MiB")  # nothing leaves
 
 
 def test_creating_again_with_another_schema_is_a_schema_error_and_changes_nothing(tmp_path):

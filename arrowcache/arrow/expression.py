@@ -205,16 +205,22 @@ def otherwise(what: str, name: str = "") -> str:
     return f"give a Python function {found}"
 
 
-@functools.cache
 def _refused_functions() -> list[str]:
     """The functions that an expression may not call: of several rows, of the user's, and `random`."""
+    import pyarrow.compute as pc
+
+    return _refused(tuple(pc.function_registry().list_functions()))
+
+
+@functools.lru_cache(maxsize=1)  # until the user registers another one
+def _refused(names: tuple[str, ...]) -> list[str]:
     import pyarrow.compute as pc
 
     registry = pc.function_registry()  # `random` is of no row, so pyarrow.compute has another under its name
     own = {getattr(each, "__arrow_compute_function__", {}).get("name") for each in vars(pc).values()}
     return [
         name
-        for name in registry.list_functions()
+        for name in names
         if name != "cast" and (name not in own or registry.get_function(name).kind != "scalar")
     ]
 

@@ -188,14 +188,15 @@ class Counting:
 
 
 def proves_prefetch(face: Face, cache: ac.Cache) -> None:
-    """As many batches are begun ahead, and no more."""
+    """As many batches are begun ahead, and no more, beside one that JAX has on its way to a device."""
+    most = 2 if "jax" in face.needs else 1
     for ahead in (0, 1, 5):
         counting = Counting()
         with face.called({**face.given(cache), "transform": counting, "prefetch": ahead}) as loader:
             epoch = iter(loader)
             next(epoch)
             wait_until(lambda: counting.calls >= ahead, "batches ahead")  # noqa: B023  # it is called here
-            assert counting.calls <= ahead + 1
+            assert counting.calls <= ahead + most
 
 
 @changes

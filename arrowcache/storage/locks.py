@@ -273,8 +273,11 @@ class _Here(threading.local):
     #: It holds this cache.lock, or waits for it. Weak: one whose closing Ctrl-C cut short closes as it goes.
     lock: Callable[[], LockFile | None] = staticmethod(lambda: None)
 
-    def __init__(self) -> None:
-        self.deferred: deque[Callable[[], None]] = deque()
+    @property
+    def deferred(self) -> deque[Callable[[], None]]:
+        """Made where it is asked for: the garbage collector may ask while a thread's first one is made."""
+        found: deque[Callable[[], None]] = self.__dict__.setdefault("own_deferred", deque())
+        return found
 
     @property
     def is_locked(self) -> bool:

@@ -14,6 +14,7 @@ from helpers import in_child, open_files
 
 from arrowcache import linux
 from arrowcache.proc import OpenFile
+from arrowcache.storage import locks
 from arrowcache.storage.locks import LockFile, flock_holders, range_holders
 
 
@@ -287,3 +288,21 @@ def test_locks_that_outlast_mappings_go_with_the_socket_on_their_way_through_whi
     assert second.conflict(0, 9) == range(5)
     os.close(keeper)
     assert second.conflict(0, 9) is None
+
+
+def test_what_the_collector_defers_as_a_thread_defers_its_first_is_called(monkeypatch):
+    called, made = [], locks.deque
+
+    def collected():  # at the point where a thread's first list is made
+        monkeypatch.setattr(locks, "deque", made)
+        locks.once_unlocked(lambda: called.append("of the collector"))
+        return made()
+
+    def defer():
+        locks.once_unlocked(lambda: called.append("its own"))
+
+    monkeypatch.setattr(locks, "deque", collected)
+    thread = threading.Thread(target=defer)
+    thread.start()
+    thread.join()
+    assert called == ["of the collector", "its own"]

@@ -61,7 +61,10 @@ class _Patience(RowsWait):
 
     def _is_over(self) -> bool:
         """As of any wait; where nobody writes now, it ends without an error once that is so for a while."""
-        return super()._is_over() and not (self._unwritten_since and self._may_end())
+        if not super()._is_over():
+            return False
+        self._nobody_writes()  # it looks
+        return not (self._unwritten_since and self._may_end())
 
     def _may_end(self) -> bool:
         if self._available_rows.pace_says:

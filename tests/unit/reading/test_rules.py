@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import xxhash
-from helpers import ids_of, make_cache, publish
+from helpers import DEADLINE_SECONDS, ids_of, make_cache, publish
 from quick import one_in
 
 import arrowcache as ac
@@ -37,7 +37,7 @@ def append_ids(cache, ids):
 
 
 def epoch(cache, **options):
-    with Loader(cache, 1, shuffle=None, timeout=1, **options) as loader:
+    with Loader(cache, 1, shuffle=None, timeout=DEADLINE_SECONDS, **options) as loader:
         return ids_of(loader)
 
 
